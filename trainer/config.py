@@ -1,0 +1,217 @@
+"""The training configuration: one TOML file, one dataclass a section, every field with its unit and meaning.
+
+`load(path)` refuses unknown keys with the nearest right one, wrong types, and values out of range, naming file, section and key.
+"""
+
+from __future__ import annotations
+
+import dataclasses
+import difflib
+import sys
+import types
+import typing
+from dataclasses import dataclass, field
+from pathlib import Path
+from typing import Any
+
+if sys.version_info >= (3, 11):
+    import tomllib
+else:
+    import tomli as tomllib
+
+BUNDLED = "bundled:"
+"""Prefix of paths that name files shipped with the trainer, below `trainer/profiles/`."""
+
+
+class ConfigError(ValueError):
+    """A training configuration that can't be used as it stands: the message names section, key and the fix."""
+
+
+@dataclass(frozen=True)
+class TargetConfig:
+    """The frozen model whose hidden states the drafter learns from."""
+
+    model: str = "bundled:tiny/target"  # folder in Hugging Face layout, a GGUF file, or a bundled: name
+    dtype: str = "auto"  # auto | float32 | bfloat16 | float16; auto: bfloat16 on CUDA, float32 on CPU
+
+
+@dataclass(frozen=True)
+class DataConfig:
+    """What to train on."""
+
+    path: str = "bundled:tiny/train.jsonl"  # a prepared folder, or chat JSONL that is prepared (once) into the cache
+    max_length: int = 3072  # tokens; longer rows are cut
+    bucket_count: int = 8  # at most this many length buckets
+
+
+@dataclass(frozen=True)
+class DrafterSection:
+    """Shape of the drafter. Hidden size, heads and intermediate size are the target's."""
+
+    layers: int = 5
+    block_size: int = 16  # tokens a block, slot 0 (the anchor) included
+    feature_layers: int = 5  # how many target layers are read; ids by the method's rule
+    target_layer_ids: tuple[int, ...] = ()  # 0-based, "after layer id"; overrides feature_layers
+    mask_token_id: int = -1  # -1: the tokenizer's mask token, else the first unused embedding row
+
+
+@dataclass(frozen=True)
+class TrainConfig:
+    """The optimisation."""
+
+    steps: int = 0  # optimizer steps; 0: epochs decide
+    epochs: float = 6.0
+    batch_size: int = 8  # rows a drafter worker takes per step
+    anchors: int = 512  # blocks drawn per row
+    loss: str = "ce-decay"  # ce-decay | ce-dpace
+    gamma: float = 0.0  # decay of slot weights exp(-(k-1)/gamma); 0: by block size (7 for 16, 5 for 10, 4 for 8)
+    dpace_alpha: float = 0.5
+    learning_rate: float = 6e-4
+    warmup_share: float = 0.04  # of all steps
+    weight_decay: float = 0.0
+    adam_beta1: float = 0.9
+    adam_beta2: float = 0.95
+    clip: float = 1.0  # gradient norm; 0: off
+    seed: int = 0
+    nonfinite: str = "stop"  # stop | skip: what a NaN or inf loss does; always counted
+    log_every: int = 10  # steps
+    checkpoint_every: int = 500  # steps; 0: only at the end
+    keep: int = 3  # checkpoints kept
+
+
+@dataclass(frozen=True)
+class DevicesConfig:
+    """Where the workers run. Several may share a device."""
+
+    targets: tuple[str, ...] = ("cpu",)
+    drafters: tuple[str, ...] = ("cpu",)
+    channel_depth: int = 2  # batches in flight per drafter
+    cpu_threads: int = 0  # intra-op threads; 0: decided from the cores
+
+
+@dataclass(frozen=True)
+class RuntimeConfig:
+    """How steps are executed."""
+
+    compile: str = "auto"  # auto | on | off; auto: on for CUDA
+    cuda_graphs: str = "auto"  # auto | explicit | off
+    drafter_dtype: str = "auto"  # compute dtype; masters are float32
+
+
+@dataclass(frozen=True)
+class EvaluateConfig:
+    """The real draft-and-verify loop, run before the first step and after the last one."""
+
+    prompts: str = ""  # chat JSONL of held-out prompts; empty: no evaluation in the run
+    count: int = 40  # prompts used
+    max_new_tokens: int = 128
+    temperature: float = 0.0
+    at_start: bool = True  # also measure the untrained drafter, for the figure beside it
+
+
+@dataclass(frozen=True)
+class Config:
+    """The whole file."""
+
+    target: TargetConfig = field(default_factory=TargetConfig)
+    data: DataConfig = field(default_factory=DataConfig)
+    drafter: DrafterSection = field(default_factory=DrafterSection)
+    train: TrainConfig = field(default_factory=TrainConfig)
+    devices: DevicesConfig = field(default_factory=DevicesConfig)
+    runtime: RuntimeConfig = field(default_factory=RuntimeConfig)
+    evaluate: EvaluateConfig = field(default_factory=EvaluateConfig)
+    warmup: dict[str, float] = field(default_factory=dict)  # seconds per phase; read by dflashctl only
+
+
+def resolve(name: str, base: Path | None = None) -> Path:
+    """The path that a config value names: bundled files below `trainer/profiles/`, others relative to `base`."""
+    if name.startswith(BUNDLED):
+        return Path(__file__).parent / "profiles" / name[len(BUNDLED) :]
+    path = Path(name).expanduser()
+    return path if path.is_absolute() or base is None else base / path
+
+
+def load(path: Path) -> Config:
+    """Read and validate a TOML file. Raises ConfigError."""
+    try:
+        raw = tomllib.loads(path.read_text("utf-8"))
+    except FileNotFoundError as error:
+        raise ConfigError(f"{path}: no such file") from error
+    except (tomllib.TOMLDecodeError, UnicodeDecodeError) as error:
+        raise ConfigError(f"{path}: not valid TOML: {error}") from error
+    return parse(raw, str(path))
+
+
+def parse(raw: dict[str, Any], source: str = "config") -> Config:
+    """Build a Config from parsed TOML. Raises ConfigError."""
+    config = _build(Config, raw, source, "")
+    _check(config, source)
+    return config
+
+
+def _build(cls: Any, raw: Any, source: str, prefix: str) -> Any:
+    if not isinstance(raw, dict):
+        raise ConfigError(f"{source}: {prefix or 'the file'} must be a table")
+    hints = typing.get_type_hints(cls)
+    names = [f.name for f in dataclasses.fields(cls)]
+    values: dict[str, Any] = {}
+    for key, value in raw.items():
+        if key not in names:
+            near = difflib.get_close_matches(key, names, 1)
+            raise ConfigError(
+                f"{source}: unknown key `{prefix}{key}`" + (f"; did you mean `{prefix}{near[0]}`?" if near else "")
+            )
+        values[key] = _convert(hints[key], value, source, f"{prefix}{key}")
+    return cls(**values)
+
+
+def _convert(hint: Any, value: Any, source: str, key: str) -> Any:
+    if dataclasses.is_dataclass(hint):
+        return _build(hint, value, source, key + ".")
+    origin = typing.get_origin(hint)
+    if origin is tuple:
+        item = typing.get_args(hint)[0]
+        if not isinstance(value, list):
+            raise ConfigError(f"{source}: `{key}` must be a list, not {type(value).__name__}")
+        return tuple(_convert(item, v, source, f"{key}[{i}]") for i, v in enumerate(value))
+    if origin is dict:
+        if not isinstance(value, dict):
+            raise ConfigError(f"{source}: `{key}` must be a table")
+        return {k: _convert(typing.get_args(hint)[1], v, source, f"{key}.{k}") for k, v in value.items()}
+    if origin is types.UnionType or origin is typing.Union:
+        raise AssertionError("no unions in the config")
+    if hint is float and isinstance(value, int) and not isinstance(value, bool):
+        return float(value)
+    if not isinstance(value, hint) or (isinstance(value, bool) and hint is not bool):
+        raise ConfigError(f"{source}: `{key}` must be {hint.__name__}, not {type(value).__name__} ({value!r})")
+    return value
+
+
+def _check(config: Config, source: str) -> None:
+    d, t, v = config.drafter, config.train, config.devices
+    rules = [
+        (d.block_size >= 2, "drafter.block_size", "at least 2"),
+        (d.layers >= 1, "drafter.layers", "at least 1"),
+        (d.feature_layers >= 1, "drafter.feature_layers", "at least 1"),
+        (config.data.max_length >= 16, "data.max_length", "at least 16 tokens"),
+        (config.data.bucket_count >= 1, "data.bucket_count", "at least 1"),
+        (t.steps >= 0, "train.steps", "0 or more"),
+        (t.epochs > 0, "train.epochs", "above 0"),
+        (t.batch_size >= 1, "train.batch_size", "at least 1"),
+        (t.anchors >= 1, "train.anchors", "at least 1"),
+        (t.loss in ("ce-decay", "ce-dpace"), "train.loss", "ce-decay or ce-dpace"),
+        (t.learning_rate > 0, "train.learning_rate", "above 0"),
+        (0 <= t.warmup_share < 1, "train.warmup_share", "from 0 to below 1"),
+        (t.nonfinite in ("stop", "skip"), "train.nonfinite", "stop or skip"),
+        (t.log_every >= 1, "train.log_every", "at least 1"),
+        (t.keep >= 1, "train.keep", "at least 1"),
+        (len(v.targets) >= 1, "devices.targets", "a list of at least one device, such as cuda:0 or cpu"),
+        (len(v.drafters) >= 1, "devices.drafters", "a list of at least one device, such as cuda:0 or cpu"),
+        (v.channel_depth >= 1, "devices.channel_depth", "at least 1"),
+        (config.target.dtype in ("auto", "float32", "bfloat16", "float16"), "target.dtype", "auto, float32, bfloat16 or float16"),
+        (config.runtime.compile in ("auto", "on", "off"), "runtime.compile", "auto, on or off"),
+        (config.runtime.cuda_graphs in ("auto", "explicit", "off"), "runtime.cuda_graphs", "auto, explicit or off"),
+    ]
+    for ok, key, want in rules:
+        if not ok:
+            raise ConfigError(f"{source}: `{key}` must be {want}")
