@@ -1,0 +1,44 @@
+# Two commands, each doing all of its own set-up on a fresh Debian 12 with Python: `make demo`, `make test`.
+# PYTHON=python3.12 make test      another interpreter
+# PIP_ARGS="..." make demo         extra arguments for pip (a CPU wheel index, a proxy ...)
+
+PYTHON ?= python3
+VENV ?= .venv
+PIP_ARGS ?=
+BIN := $(VENV)/bin
+INSTALLED := $(VENV)/.installed
+
+.DEFAULT_GOAL := help
+.PHONY: help demo test lint format clean system-packages
+
+help:
+	@echo "make demo     train the bundled tiny drafter on this machine and measure its acceptance length"
+	@echo "make test     install what the tests need and run them (node tests need root on Debian)"
+	@echo "make lint     ruff and mypy"
+	@echo "make format   ruff format"
+
+$(INSTALLED): pyproject.toml constraints.txt tools/make_venv.sh
+	PIP_ARGS="$(PIP_ARGS)" sh tools/make_venv.sh "$(PYTHON)" "$(VENV)"
+
+demo: $(INSTALLED)
+	$(BIN)/dflashctl launch --host local --wait 120
+	$(BIN)/dflashctl logs -f --host local
+	$(BIN)/dflashctl status --host local
+
+system-packages:
+	@sh tools/system_packages.sh
+
+test: $(INSTALLED) system-packages
+	$(BIN)/python -m pytest $(PYTEST_ARGS)
+
+lint: $(INSTALLED)
+	$(BIN)/ruff check .
+	$(BIN)/ruff format --check .
+	$(BIN)/mypy
+
+format: $(INSTALLED)
+	$(BIN)/ruff check --fix .
+	$(BIN)/ruff format .
+
+clean:
+	rm -rf $(VENV) build dist *.egg-info .pytest_cache .ruff_cache .mypy_cache .hypothesis
