@@ -18,7 +18,7 @@ WRITE_STALL = 60.0
 """Seconds a write may go without the other side taking a single byte."""
 
 DRAIN_GRACE = 0.25
-"""Seconds of silence after a program's exit after which its stdout counts as complete, even if a child holds it open."""
+"""Seconds of silence, after a program's exit, that complete its stdout even if a child holds it open."""
 
 
 @dataclass(frozen=True)
@@ -52,16 +52,17 @@ class Tail:
 class Channel(ABC):
     """A running program: its stdin, stdout and stderr, and its exit code.
 
-    One thread may write while another reads. Nothing is buffered without bound: a program whose stdout is not read is held up,
-    so a caller that writes more than the pipes hold (64 KiB) to a program that answers as it reads must read at the same time.
+    One thread may write while another reads. Nothing is buffered without bound: a program whose stdout is not read is
+    held up, so a caller that writes more than the pipes hold (64 KiB) to a program that answers as it reads must read
+    at the same time.
     """
 
     @abstractmethod
     def write(self, data: bytes) -> None:
         """Send all of `data` to stdin.
 
-        Raises BrokenPipeError when the program has closed its stdin or ended, TimeoutError when it takes nothing for WRITE_STALL
-        seconds, and ConnectionLostError.
+        Raises BrokenPipeError when the program has closed its stdin or ended, TimeoutError when it takes nothing for
+        WRITE_STALL seconds, and ConnectionLostError.
         """
 
     @abstractmethod
@@ -89,7 +90,7 @@ class Channel(ABC):
 
     @abstractmethod
     def close(self) -> None:
-        """Let go of the program: end its stdin, and end it where the transport can. Idempotent, never raises."""
+        """Let go of the program: end its stdin, and kill it where that can be done. Idempotent, never raises."""
 
     def __enter__(self) -> Channel:
         return self
@@ -99,7 +100,7 @@ class Channel(ABC):
 
 
 class Transport(ABC):
-    """A way to run programs on one machine or in one container. A context manager; nothing is opened before it is needed.
+    """A way to run programs on one machine or in one container. A context manager; connects when first needed.
 
     Attributes:
         label: the place in words, such as "ct200 on pve1", for messages.
@@ -117,7 +118,8 @@ class Transport(ABC):
     def open(self, argv: Sequence[str], *, timeout: float) -> Channel:
         """Start `argv`. `timeout` (s) bounds connecting and starting, not the program.
 
-        Raises UnreachableError, ConnectionLostError, and PreflightError when the program can't be started and the transport sees it.
+        Raises UnreachableError, ConnectionLostError, and PreflightError when the transport sees that the program can't
+        be started.
         """
 
     @abstractmethod
@@ -127,8 +129,9 @@ class Transport(ABC):
     def run(self, argv: Sequence[str], *, stdin: bytes = b"", timeout: float) -> Result:
         """Run `argv` to its end, feeding `stdin`, keeping all of stdout and the last 64 KiB of stderr.
 
-        Returns when the program has ended and its stdout is at its end or silent: a background child that keeps stdout open does
-        not hold the answer up. Raises TimeoutError after `timeout` seconds (the program is let go), and what `open` raises.
+        Returns when the program has ended and its stdout is at its end or silent: a background child that keeps stdout
+        open does not hold the answer up. Raises TimeoutError after `timeout` seconds (the program is let go), and what
+        `open` raises.
         """
         deadline = time.monotonic() + timeout
         with self.open(argv, timeout=timeout) as channel:
@@ -156,7 +159,7 @@ class Transport(ABC):
     def explain(self, result: Result) -> DflashError:
         """Turn the failure of a program that never reported back into an error with cause and fix.
 
-        Judged by stderr, never by the exit code alone: a transport's own failures share the numbers of the program's.
+        Judged by stderr, never by the exit code alone: a transport's own failures share numbers with the program's.
         """
         return explain_program(result, self.label)
 
@@ -168,7 +171,7 @@ class Transport(ABC):
 
 
 class _Feeder:
-    """Writes stdin from its own thread, so that a program may answer while it reads. Its error is raised by `finish`."""
+    """Writes stdin from its own thread, so that a program may answer while it reads. `finish` raises its error."""
 
     def __init__(self, channel: Channel, data: bytes) -> None:
         self._error: Exception | None = None
@@ -212,9 +215,17 @@ def explain_program(result: Result, label: str) -> DflashError:
         why = "can't be run (permission denied)" if found["why"] == "Permission denied" else "does not exist"
         return PreflightError(
             f"{found['name']} {why} on {label}",
-            hint="set `python` of this host in hosts.toml to the absolute path of a Python 3.9 or newer there",
+            hint="set `python` of this host in hosts.toml to the absolute path of a Python 3.9+ there",
             where=text.splitlines()[-1],
         )
     said = text.splitlines()[-1] if text else ""
-    how = "ended without a code (killed, or the connection broke)" if result.exit_code is None else f"exit code {result.exit_code}"
-    return DflashError(f"the program on {label} failed: {how}", where=said, hint="run the command again; if it persists, log in and look")
+    how = (
+        "ended without a code (killed, or the connection broke)"
+        if result.exit_code is None
+        else f"exit code {result.exit_code}"
+    )
+    return DflashError(
+        f"the program on {label} failed: {how}",
+        where=said,
+        hint="run the command again; if it persists, log in and look",
+    )

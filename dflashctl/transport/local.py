@@ -60,7 +60,9 @@ class LocalChannel(Channel):
     """stdout is read on demand (an unread program is held up by its pipe); a thread drains stderr."""
 
     def __init__(self, process: subprocess.Popen[bytes]) -> None:
-        assert process.stdin is not None and process.stdout is not None and process.stderr is not None
+        assert process.stdin
+        assert process.stdout
+        assert process.stderr
         self.closed = False
         self._process = process
         self._stdin = process.stdin
