@@ -1,0 +1,89 @@
+"""Where a row's blocks begin: random response tokens, and which of a block's slots have a label."""
+
+from __future__ import annotations
+
+from typing import NamedTuple
+
+import numpy as np
+import torch
+
+
+class Anchors(NamedTuple):
+    """Blocks drawn for a batch. Slot k of a block stands at position anchor + k and predicts its token."""
+
+    anchors: torch.Tensor  # int64 [B, A], positions, ascending; 0 where not valid
+    valid: torch.Tensor  # bool [B, A]
+    labels_valid: torch.Tensor  # bool [B, A, K-1], slot k at index k - 1
+
+
+def draw_anchors(
+    loss_mask: torch.Tensor,
+    lengths: torch.Tensor,
+    count: int,
+    block_size: int,
+    rows: np.ndarray,
+    seed: int,
+    epoch: int,
+) -> Anchors:
+    """Draw up to `count` anchors a row, without replacement, uniformly over its candidates.
+
+    A candidate is a response token whose successor is a response token too; the first token of a response is
+    one, since at serving time the anchor is any token that the target has just emitted. A row's draw depends
+    on (seed, epoch, row index, position) alone: not on the batch around it, the padding, threads, or the
+    release of numpy.
+
+    Args:
+        loss_mask: bool [B, S].
+        lengths: int64 [B]; positions from there on are padding.
+        count: A.
+        block_size: K, the anchor included.
+        rows: int64 [B], dataset indices.
+        seed: the run's seed.
+        epoch: 0-based.
+    """
+    size = loss_mask.shape[1]
+    positions = np.arange(size)
+    response = loss_mask.numpy() & (positions < lengths.numpy()[:, None])
+    candidate = response.copy()
+    candidate[:, :-1] &= response[:, 1:]
+    candidate[:, -1:] = False
+
+    # Every position gets a random 64-bit key; the candidates with the smallest keys are a uniform sample.
+    keys = _keys(seed, epoch, rows, size)
+    keys[~candidate] = np.iinfo(np.uint64).max
+    take = min(count, size)
+    picked = (
+        np.argpartition(keys, take - 1, axis=1)[:, :take]
+        if take < size
+        else np.tile(positions, (len(rows), 1))
+    )
+    picked = np.where(np.take_along_axis(candidate, picked, axis=1), picked, size)
+    picked.sort(axis=1)
+    anchors = np.full((len(rows), count), size, dtype=np.int64)
+    anchors[:, :take] = picked
+    valid = anchors < size
+    anchors[~valid] = 0
+
+    # A block's labels end where its response ends: the first position at or after the anchor that is no
+    # response.
+    ends = np.minimum.accumulate(np.where(response, size, positions)[:, ::-1], axis=1)[:, ::-1]
+    end = np.take_along_axis(ends, anchors, axis=1)
+    slots = anchors[:, :, None] + np.arange(1, block_size)
+    labels_valid = (slots < end[:, :, None]) & valid[:, :, None]
+    return Anchors(torch.from_numpy(anchors), torch.from_numpy(valid), torch.from_numpy(labels_valid))
+
+
+def _keys(seed: int, epoch: int, rows: np.ndarray, size: int) -> np.ndarray:
+    """Random uint64 [B, size], one for each (seed, epoch, row, position)."""
+    state = _mix(np.array([seed], dtype=np.int64).astype(np.uint64))
+    state = _mix(state ^ np.uint64(epoch))
+    state = _mix(state ^ np.asarray(rows).astype(np.uint64))
+    return _mix(state[:, None] + np.arange(1, size + 1, dtype=np.uint64) * np.uint64(0x9E3779B97F4A7C15))
+
+
+def _mix(x: np.ndarray) -> np.ndarray:
+    """The finaliser of SplitMix64 (Steele, Lea, Flood 2014): a bijection of uint64."""
+    x = x + np.uint64(0x9E3779B97F4A7C15)
+    x = (x ^ (x >> np.uint64(30))) * np.uint64(0xBF58476D1CE4E5B9)
+    x = (x ^ (x >> np.uint64(27))) * np.uint64(0x94D049BB133111EB)
+    return x ^ (x >> np.uint64(31))
