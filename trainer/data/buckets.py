@@ -33,7 +33,7 @@ class Buckets:
         return 1.0 - sum(self.tokens) / sum(n * s for n, s in zip(self.lengths, self.samples, strict=True))
 
     def report(self) -> list[dict[str, Any]]:
-        """[{"length": tokens, "samples": rows, "padding": share of 0 to 1}], as the `buckets` event has it."""
+        """[{"length": tokens, "samples": rows, "padding": 0 to 1}], as the `buckets` event has it."""
         return [
             {"length": length, "samples": samples, "padding": round(1.0 - tokens / (length * samples), 4)}
             for length, samples, tokens in zip(self.lengths, self.samples, self.tokens, strict=True)

@@ -1,0 +1,46 @@
+"""python -m trainer prepare|train|evaluate|export"""
+
+from __future__ import annotations
+
+import argparse
+import importlib
+import sys
+from collections.abc import Sequence
+
+# Each module has add_arguments(parser) and run(args) -> exit code; only the one asked for is imported.
+COMMANDS = {
+    "prepare": ("trainer.data.prepare", "turn chat JSONL into a memory-mapped dataset"),
+    "train": ("trainer.train", "train a drafter"),
+    "evaluate": ("trainer.evaluate", "measure a drafter's acceptance length against its target"),
+    "export": ("trainer.export", "write a checkpoint in a layout that serving engines read"),
+}
+
+
+def main(argv: Sequence[str] | None = None) -> int:
+    """Run one subcommand. Returns its exit code; 1 for data or a configuration that can't be used."""
+    from trainer.config import ConfigError
+    from trainer.data.errors import DataError
+
+    argv = sys.argv[1:] if argv is None else list(argv)
+    parser = argparse.ArgumentParser(prog="python -m trainer", description="Trains DFlash drafters.")
+    commands = parser.add_subparsers(dest="command", required=True, metavar="COMMAND")
+    chosen = None
+    for name, (module, summary) in COMMANDS.items():
+        sub = commands.add_parser(name, help=summary, description=summary.capitalize() + ".")
+        if argv[:1] == [name]:
+            chosen = importlib.import_module(module)
+            chosen.add_arguments(sub)
+    args = parser.parse_args(argv)
+    assert chosen is not None  # argparse has ended the program otherwise
+    try:
+        return chosen.run(args)
+    except (DataError, ConfigError) as error:
+        print(f"error: {error}", file=sys.stderr)
+        return 1
+    except KeyboardInterrupt:
+        print("interrupted", file=sys.stderr)
+        return 130
+
+
+if __name__ == "__main__":
+    sys.exit(main())
