@@ -1,0 +1,12 @@
+"""Proxmox-like nodes for tests: real sshd on loopback, LXC containers that boot systemd, a `pct` stand-in.
+
+with Lab() as lab:
+    node = lab.node("pve1")
+    container = node.container(200, "trainer")
+"""
+
+from tests.testhost.container import Container
+from tests.testhost.lab import Lab, leftovers, unavailable
+from tests.testhost.node import Node
+
+__all__ = ["Container", "Lab", "Node", "leftovers", "unavailable"]
