@@ -1,0 +1,311 @@
+"""The far end of a session: answers requests from stdin with frames on stdout, until stdin ends.
+
+A frame is RS + nonce + one line of JSON + newline; whatever else appears on stdout (profile scripts, warnings) is noise to
+the reader. Standard library only, Python >= 3.9. Started by the bootstrap in session.py.
+"""
+
+import base64
+import os
+import platform
+import pwd
+import select
+import signal
+import socket
+import sys
+import time
+
+from dflashctl.remote import control, journal, preflight, probe, store, supervisor
+from dflashctl.remote.store import Refusal
+
+PIECE = 192 * 1024
+"""Bytes of log in one frame of `follow`."""
+
+POLL = 0.05
+"""Seconds between two looks at a log that is followed."""
+
+PULSE = 5.0
+"""Seconds after which a silent `follow` says that it is still there."""
+
+
+class Gone(BaseException):
+    """stdin ended: whoever asked is no longer there."""
+
+
+class Input:
+    """stdin, read without buffering ahead of what select can see."""
+
+    def __init__(self, fd=0):
+        self.fd = fd
+        self.buffer = b""
+
+    def fill(self):
+        data = os.read(self.fd, 256 * 1024)
+        if not data:
+            raise Gone
+        self.buffer += data
+
+    def line(self):
+        while b"\n" not in self.buffer:
+            self.fill()
+        line, _, self.buffer = self.buffer.partition(b"\n")
+        return line
+
+    def read(self, size):
+        if not self.buffer:
+            self.fill()
+        data, self.buffer = self.buffer[:size], self.buffer[size:]
+        return data
+
+    def pause(self, seconds):
+        """Sleep; raises Gone at once when stdin ends. Returns whether a further request waits."""
+        deadline = time.monotonic() + seconds
+        while b"\n" not in self.buffer:
+            left = deadline - time.monotonic()
+            if left <= 0 or not select.select([self.fd], [], [], left)[0]:
+                return False
+            self.fill()
+        return True
+
+
+class Payload:
+    """The raw bytes that follow a request. `drain` leaves the stream at the next request."""
+
+    def __init__(self, source, size):
+        self.source = source
+        self.left = size
+
+    def read(self, size=-1):
+        if not self.left:
+            return b""
+        data = self.source.read(self.left if size < 0 else min(size, self.left))
+        self.left -= len(data)
+        return data
+
+    def drain(self):
+        while self.read(PIECE):
+            pass
+
+
+class Agent:
+    """Dispatches requests to the methods `do_NAME`."""
+
+    def __init__(self, nonce, source, out):
+        self.mark = b"\x1e" + nonce.encode()
+        self.source = source
+        self.out = out
+        self.gpus = probe.Gpus()
+        self.probes = {}
+
+    def send(self, frame):
+        data = memoryview(self.mark + supervisor.json.dumps(frame).encode() + b"\n")
+        while data:
+            data = data[os.write(self.out, data) :]
+
+    def serve(self):
+        self.send({"begin": begin()})
+        while True:
+            request = supervisor.json.loads(self.source.line())
+            if "cancel" not in request:  # one that comes too late names a stream that has ended by itself
+                self.answer(request)
+
+    def answer(self, request):
+        payload = Payload(self.source, request.get("payload", 0))
+        try:
+            method = getattr(self, "do_" + request["method"], None)
+            if method is None:
+                raise Refusal("bad_request", f"the agent knows no method {request['method']}")
+            extra = {"payload": payload} if payload.left else {}
+            frame = {"ok": method(**request["params"], **extra)}
+        except Refusal as refusal:
+            frame = {"error": {"code": refusal.code, "message": refusal.message, "hint": refusal.hint}}
+        except OSError as error:
+            path = f" ({error.filename})" if error.filename else ""
+            frame = {"error": {"code": "os_error", "message": f"{error.strerror or error}{path}", "hint": ""}}
+        payload.drain()
+        self.send({"id": request["id"], **frame})
+
+    def probe_of(self, workspace, run_id):
+        folder = store.find_run(workspace, run_id)
+        if folder not in self.probes:
+            self.probes[folder] = probe.RunProbe(folder)
+        return self.probes[folder]
+
+    def do_preflight(self, **params):
+        return preflight.preflight(self.source.pause, self.gpus, **params)
+
+    def do_deploy(self, payload, **params):
+        return store.deploy(payload, **params)
+
+    def do_start(self, **params):
+        return control.start(**params)
+
+    def do_stop(self, workspace, run_id=None, grace=60.0):
+        folder = store.find_run(workspace, run_id)
+        return {"run_id": os.path.basename(folder), **control.stop(folder, grace, time.sleep)}
+
+    def do_snapshot(
+        self, workspace, run_id=None, log_lines=20, log_offset=None, log_inode=None, want_gpu=True
+    ):
+        known = store.run_ids(workspace)
+        run = self.probe_of(workspace, run_id)
+        facts = run.read(log_lines, log_offset, log_inode)
+        pid = facts["process"].get("pid") if facts["process"].get("trainer_alive") else None
+        return {
+            "now": time.time(),
+            "boot": supervisor.boot_identity(),
+            "run_id": os.path.basename(run.folder),
+            "runs_known": len(known),
+            **facts,
+            "cgroup": probe.cgroup(pid or "self"),
+            "gpus": self.gpus.part() if want_gpu else {"unread": "not asked"},
+            "disk": probe.disk(run.folder),
+        }
+
+    def do_list(self, workspace, limit=20):
+        known = store.run_ids(workspace)
+        rows = []
+        for run_id in known[:limit]:
+            run = self.probe_of(workspace, run_id)
+            facts = run.read(0)
+            standing = probe.standing(facts["state"]) if facts["state"] else "lost"
+            rows.append({"run_id": run_id, "standing": standing, **facts})
+        return {
+            "now": time.time(),
+            "boot": supervisor.boot_identity(),
+            "runs_known": len(known),
+            "runs": rows,
+        }
+
+    def do_follow(
+        self, workspace, run_id=None, offset=None, inode=None, lines=None, since=None, ago=None, wait=True
+    ):
+        """Stream the log from `offset`, or from its last `lines`, or from a time (`since` epoch, or `ago` seconds).
+
+        Items: {"at": offset, "inode", "size"} first and after a change of file, {"offset", "data"}, {"truncated"|"rotated"},
+        {"pulse"}. Ends when the run has ended (or at the end of the file, with wait false).
+        """
+        run = self.probe_of(workspace, run_id)
+        follower = Follower(self, run)
+        if ago is not None:
+            since = time.time() - ago
+        follower.open(offset, inode, lines, since)
+        return {"run_id": os.path.basename(run.folder), **follower.stream(wait)}
+
+
+class Follower:
+    """Sends what is written to run.log as it comes, and notices its end, its truncation and its replacement."""
+
+    def __init__(self, agent, run):
+        self.agent = agent
+        self.run = run
+        self.path = os.path.join(run.folder, "run.log")
+        self.fd = None
+        self.offset = 0
+        self.said = time.monotonic()
+
+    def say(self, item):
+        self.said = time.monotonic()
+        self.agent.send({"id": None, "item": item})
+
+    def open(self, offset=None, inode=None, lines=None, since=None):
+        self.fd = os.open(self.path, os.O_RDONLY)
+        info = os.fstat(self.fd)
+        if offset is not None:
+            self.offset = offset
+            if inode is not None and inode != info.st_ino:
+                self.restart("rotated")
+            elif offset > info.st_size:
+                self.restart("truncated")
+        elif since is not None:
+            self.offset = journal.since_offset(
+                os.path.join(self.run.folder, "log.index"), self.fd, info.st_size, since
+            )
+        elif lines is not None:
+            self.offset = journal.tail_offset(self.fd, info.st_size, lines)
+        self.say({"at": self.offset, "inode": info.st_ino, "size": info.st_size})
+
+    def restart(self, why):
+        self.offset = 0
+        self.say({why: True})
+
+    def drain(self):
+        """Send all that is there."""
+        while data := os.pread(self.fd, PIECE, self.offset):
+            self.say({"offset": self.offset, "data": base64.b64encode(data).decode()})
+            self.offset += len(data)
+            if self.agent.source.pause(0):
+                return
+
+    def check_file(self):
+        info = os.fstat(self.fd)
+        if info.st_size < self.offset:
+            self.restart("truncated")
+        try:
+            current = os.stat(self.path)
+        except FileNotFoundError:
+            return  # moved away; the new one is not there yet
+        if (current.st_ino, current.st_dev) != (info.st_ino, info.st_dev):
+            os.close(self.fd)
+            self.fd = os.open(self.path, os.O_RDONLY)
+            self.restart("rotated")
+            self.say({"at": 0, "inode": current.st_ino, "size": current.st_size})
+
+    def stream(self, wait):
+        """Returns {"state", "standing"} at the end."""
+        try:
+            return self._stream(wait)
+        finally:
+            os.close(self.fd)
+
+    def _stream(self, wait):
+        looked = 0.0
+        state = standing = stamp = None
+        while True:
+            now = time.monotonic()
+            seen = stat_stamp(os.path.join(self.run.folder, "state.json"))
+            if seen != stamp or now - looked > 2.0:
+                stamp, looked = seen, now
+                state, _ = self.run.read_process()
+                standing = probe.standing(state) if state else "lost"
+            self.drain()  # after the look at the state: what an ended run wrote is then all there
+            if not wait or standing in ("exited", "lost"):
+                return {"state": state, "standing": standing}
+            if now - self.said > PULSE:
+                self.say({"pulse": time.time()})
+            if self.agent.source.pause(POLL):
+                return {"state": state, "standing": standing, "cancelled": True}
+            self.check_file()
+
+
+def stat_stamp(path):
+    try:
+        info = os.stat(path)
+    except OSError:
+        return None
+    return info.st_mtime_ns, info.st_ino
+
+
+def begin():
+    return {
+        "python": platform.python_version(),
+        "executable": sys.executable,
+        "pid": os.getpid(),
+        "user": pwd.getpwuid(os.geteuid()).pw_name,
+        "boot_id": supervisor.boot_identity(),
+        "hostname": socket.gethostname(),
+    }
+
+
+def main(header):
+    entry = pwd.getpwuid(os.geteuid())
+    os.environ.update(HOME=entry.pw_dir, USER=entry.pw_name, LOGNAME=entry.pw_name)
+    os.umask(0o022)
+    signal.signal(signal.SIGINT, signal.SIG_IGN)  # Ctrl-C over there is told to us by the end of stdin
+    out = os.dup(1)
+    os.set_inheritable(out, False)
+    os.dup2(2, 1)  # nothing but frames may reach the reader from here on
+    agent = Agent(header["nonce"], Input(), out)
+    try:
+        agent.serve()
+    except (Gone, BrokenPipeError):
+        os._exit(0)  # not held up by a thread that waits for nvidia-smi

@@ -1,0 +1,233 @@
+"""Starts a run under its supervisor and stops it, verified.
+
+Standard library only, Python >= 3.9.
+"""
+
+import json
+import os
+import pwd
+import shutil
+import signal
+import subprocess
+import sys
+import time
+
+from dflashctl.remote import probe, store, supervisor
+
+TAKEOVER = 15.0
+"""Seconds within which a supervisor must have taken the run over."""
+
+FOREIGN = ("SSH_", "DBUS_", "XDG_SESSION", "SUDO_")
+"""Beginnings of variables that belong to the login and not to the run."""
+
+
+def has_systemd():
+    """Whether a transient unit can be made: PID 1 is systemd and we may talk to it."""
+    return (
+        os.path.isdir("/run/systemd/system") and os.geteuid() == 0 and shutil.which("systemd-run") is not None
+    )
+
+
+def unit_name(run_id):
+    return f"dflash-{run_id}"
+
+
+def unit_argv(run_id, run_dir, python, grace):
+    """The command that starts the supervisor as a transient unit.
+
+    KillMode=mixed: TERM goes to the supervisor alone, which passes it on, KILL to all. OOMPolicy=continue: it outlives the
+    kill of the trainer, to record it.
+    """
+    properties = {
+        "KillMode": "mixed",
+        "TimeoutStopSec": f"{grace + supervisor.STRAY_WAIT + 10:g}",
+        "LimitNOFILE": "1048576",
+        "LimitMEMLOCK": "infinity",
+        "OOMPolicy": "continue",
+        "MemoryAccounting": "yes",
+    }
+    options = [f"--property={name}={value}" for name, value in properties.items()]
+    head = ["systemd-run", "--quiet", f"--unit={unit_name(run_id)}", f"--description=dflash run {run_id}"]
+    return [*head, *options, *supervisor_argv(run_dir, python)]
+
+
+def supervisor_argv(run_dir, python):
+    return [python, "-I", "-u", os.path.join(run_dir, "supervisor.py"), run_dir]
+
+
+def trainer_environment(base, extra, argv):
+    """The trainer's whole environment: ours without the login's variables, the interpreter's folder in PATH, then `extra`."""
+    environment = {name: value for name, value in base.items() if not name.startswith(FOREIGN)}
+    folder = os.path.dirname(argv[0])
+    if folder.startswith("/") and folder not in environment.get("PATH", "").split(":"):
+        environment["PATH"] = folder + ":" + environment.get("PATH", "")
+    environment["PYTHONUNBUFFERED"] = "1"
+    environment.update(extra)
+    return environment
+
+
+def start(workspace, run_id, manifest, config_toml, argv, environment, grace):
+    """Write the run's folder, start the supervisor, and answer once the trainer runs or could not be started.
+
+    Returns {"run_id", "path", "state", "note"}; note says why there is no systemd unit although systemd is there.
+    """
+    workspace = os.path.abspath(os.path.expanduser(workspace))
+    run_dir = os.path.join(store.runs_dir(workspace), run_id)
+    argv = [word.replace("{run}", run_dir) for word in argv]
+    environment = trainer_environment(os.environ, environment, argv)
+    user = pwd.getpwuid(os.geteuid()).pw_name
+    manifest = {**manifest, "run_id": run_id, "argv": argv, "user": user, "created": time.time()}
+    unit = unit_name(run_id) if has_systemd() else None
+    spec = {"argv": argv, "cwd": workspace, "environment": environment, "grace": grace}
+    files = {
+        "config.toml": config_toml,
+        "run.log": "",
+        "supervisor.py": supervisor_source(),
+        "start.json": json.dumps(spec),
+        "state.json": json.dumps(supervisor.new_state(run_id, unit), indent=1),
+        "manifest.json": json.dumps(manifest, indent=1),
+    }
+    store.create_run(workspace, run_id, files)
+    note = start_unit(run_id, run_dir, grace) if unit else ""
+    if note or not unit:
+        start_session(run_dir)
+    return {"run_id": run_id, "path": run_dir, "state": await_takeover(run_dir), "note": note}
+
+
+def supervisor_source():
+    """The text of supervisor.py: handed over by the agent, or read from its file where we run from one."""
+    source = getattr(supervisor, "SOURCE", None)
+    if source is None:
+        with open(supervisor.__file__, encoding="utf-8") as file:
+            source = file.read()
+    return source
+
+
+def start_unit(run_id, run_dir, grace):
+    """Empty when the unit was started; else why not, with the record changed to say that there is none."""
+    subprocess.run(
+        ["systemctl", "reset-failed", unit_name(run_id)], stdin=subprocess.DEVNULL, capture_output=True
+    )
+    try:
+        done = subprocess.run(
+            unit_argv(run_id, run_dir, sys.executable, grace),
+            stdin=subprocess.DEVNULL,
+            capture_output=True,
+            timeout=20,
+        )
+    except (OSError, subprocess.TimeoutExpired) as error:
+        why = str(error)
+    else:
+        if done.returncode == 0:
+            return ""
+        why = done.stderr.decode("utf-8", "replace").strip() or f"exit code {done.returncode}"
+    state = probe.read_state(run_dir)
+    state["unit"] = None
+    supervisor.write_json(os.path.join(run_dir, "state.json"), state)
+    return f"no systemd unit, the run is in a session of its own: {why}"
+
+
+def start_session(run_dir):
+    with open(os.path.join(run_dir, "supervisor.log"), "ab") as log:
+        subprocess.Popen(
+            supervisor_argv(run_dir, sys.executable),
+            stdin=subprocess.DEVNULL,
+            stdout=log,
+            stderr=log,
+            cwd="/",
+            start_new_session=True,
+        )
+
+
+def await_takeover(run_dir):
+    """The state once the supervisor has started the trainer, or failed to."""
+    deadline = time.monotonic() + TAKEOVER
+    while True:
+        state = probe.read_state(run_dir)
+        if state and state["status"] != "starting":
+            return state
+        if time.monotonic() > deadline:
+            break
+        time.sleep(0.01)
+    said = ""
+    try:
+        with open(os.path.join(run_dir, "supervisor.log"), encoding="utf-8", errors="replace") as file:
+            said = file.read()[-2000:].strip()
+    except OSError:
+        pass
+    error = f"the supervisor did not take the run over within {TAKEOVER:g} s" + (
+        f": {said.splitlines()[-1]}" if said else ""
+    )
+    state = state or supervisor.new_state(os.path.basename(run_dir), None)
+    state.update(status="exited", ended=time.time(), error=error)
+    supervisor.write_json(os.path.join(run_dir, "state.json"), state)
+    return state
+
+
+def stop(run_dir, grace, pause):
+    """Stop a run: TERM, `grace` seconds, KILL. Idempotent; returns {"state", "was_running", "killed", "lost"}.
+
+    `pause(seconds)` sleeps. Raises Refusal when something of the run outlives SIGKILL.
+    """
+    state = probe.read_state(run_dir)
+    if state is None:
+        raise store.Refusal("broken_run", f"{run_dir}/state.json is missing or unreadable")
+    standing = probe.standing(state)
+    if standing in ("exited", "lost"):
+        return {"state": state, "was_running": False, "killed": False, "lost": standing == "lost"}
+    request = {"requested": time.time(), "grace": grace}
+    supervisor.write_json(os.path.join(run_dir, "stop.json"), request)
+    deadline = time.monotonic() + grace + supervisor.STRAY_WAIT
+    _, guarded = probe.living(state)
+    if guarded:
+        supervisor.send([state["supervisor_pid"]], signal.SIGTERM)
+        while time.monotonic() < deadline and probe.living(state)[1]:
+            pause(0.02)
+        state = probe.read_state(run_dir) or state
+    if state["status"] != "exited":
+        state = end_unsupervised(run_dir, state, request, pause)
+    verify_gone(state, pause)
+    return {"state": state, "was_running": True, "killed": bool(state["killed_after_grace"]), "lost": False}
+
+
+def end_unsupervised(run_dir, state, request, pause):
+    """Stop a run whose supervisor is gone or does not answer, and record that in its place."""
+    group = state["pgid"]
+    if group and supervisor.alive(state["pid"], state["pid_start_ticks"]):
+        deadline = time.monotonic() + request["grace"]
+        signal_group(group, signal.SIGTERM)
+        while time.monotonic() < deadline and supervisor.members(group):
+            pause(0.05)
+        if supervisor.members(group):
+            state["killed_after_grace"] = True
+            signal_group(group, signal.SIGKILL)
+    if supervisor.alive(state["supervisor_pid"], state["supervisor_start_ticks"]):
+        supervisor.send([state["supervisor_pid"]], signal.SIGKILL)
+    now = time.time()
+    state.update(status="exited", ended=now, updated=now, stop_requested=request["requested"])
+    state["error"] = "its supervisor was gone when it was stopped, so its exit code is not known"
+    supervisor.write_json(os.path.join(run_dir, "state.json"), state)
+    return state
+
+
+def signal_group(group, number):
+    try:
+        os.killpg(group, number)
+    except (ProcessLookupError, PermissionError):
+        pass  # gone, or told by verify_gone
+
+
+def verify_gone(state, pause):
+    """Raises Refusal when processes of the run are still there after a KILL and five seconds."""
+    if not state["pgid"]:
+        return
+    deadline = time.monotonic() + 5.0
+    while left := supervisor.members(state["pgid"]):
+        supervisor.send(left, signal.SIGKILL)
+        if time.monotonic() > deadline:
+            raise store.Refusal(
+                "not_stopped",
+                f"processes of the run survived SIGKILL: {', '.join(map(str, sorted(left)))}",
+                "they hang in the kernel (a GPU or a disk that does not answer); a reboot of the host ends them",
+            )
+        pause(0.05)

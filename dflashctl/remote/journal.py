@@ -1,0 +1,197 @@
+"""The growing files of a run: run.log, events.jsonl, log.index. Only their ends are read, whatever their size.
+
+Standard library only, Python >= 3.9.
+"""
+
+import collections
+import json
+import os
+
+BLOCK = 64 * 1024
+TAIL_BUDGET = 16 * 1024 * 1024
+"""Bytes looked through, from the end, to find the last lines."""
+
+LINE_LIMIT = 4096
+"""Bytes kept of a line; the rest is left out, and said so."""
+
+EVENTS_HEAD = 1024 * 1024
+EVENTS_TAIL = 512 * 1024
+STEPS_KEPT = 50
+REPEATED = ("target_loading", "target_ready", "drafter_ready", "evaluating", "evaluation", "failed")
+"""Events of which all are kept (the last 64); of the others the last one."""
+
+NUMBERED = 16 * 1024 * 1024
+"""Logs up to this size have their lines numbered."""
+
+
+def tail_offset(fd, size, lines):
+    """Offset at which the last `lines` lines of the file begin, looking at TAIL_BUDGET bytes at most."""
+    if lines <= 0:
+        return size
+    position, wanted, first = size, lines, True
+    while position > 0 and size - position < TAIL_BUDGET:
+        step = min(BLOCK, position)
+        position -= step
+        block = os.pread(fd, step, position)
+        at = len(block)
+        while True:
+            at = block.rfind(b"\n", 0, at)
+            if at < 0:
+                break
+            if first and position + at == size - 1:
+                first = False  # the newline that ends the last line begins no further one
+                continue
+            first = False
+            wanted -= 1
+            if wanted == 0:
+                return position + at + 1
+        first = False
+    return position
+
+
+def line_start(fd, offset):
+    """The beginning of the line that holds `offset`, or `offset` where that is more than a tail's budget away."""
+    position = offset
+    while position > 0 and offset - position < TAIL_BUDGET:
+        step = min(BLOCK, position)
+        at = os.pread(fd, step, position - step).rfind(b"\n")
+        if at >= 0:
+            return position - step + at + 1
+        position -= step
+    return 0 if position == 0 else offset
+
+
+def since_offset(index_path, fd, size, epoch):
+    """Where the log stood at `epoch`: the offset of the last heartbeat before it, at a line's beginning."""
+    found = 0
+    try:
+        with open(index_path) as file:
+            for line in file:
+                time_text, _, offset_text = line.partition(" ")
+                try:
+                    if float(time_text) > epoch:
+                        break
+                    found = int(offset_text)
+                except ValueError:
+                    continue
+    except OSError:
+        return 0
+    return line_start(fd, min(found, size))
+
+
+def shown(line):
+    """A line as a terminal would leave it: the last state of a progress bar, at most LINE_LIMIT bytes, as text."""
+    states = [part for part in line.split(b"\r") if part]
+    line = states[-1] if states else b""
+    cut = f" ... ({len(line) - LINE_LIMIT} bytes left out)" if len(line) > LINE_LIMIT else ""
+    return line[:LINE_LIMIT].decode("utf-8", "replace") + cut
+
+
+def log_tail(path, lines, offset=None, inode=None):
+    """The `log` part of a snapshot: the last `lines` lines, or those since `offset` of the file with that inode."""
+    try:
+        fd = os.open(path, os.O_RDONLY)
+    except FileNotFoundError:
+        return {"path": path, "unread": "there is no log yet"}
+    except OSError as error:
+        return {"path": path, "unread": str(error.strerror)}
+    try:
+        info = os.fstat(fd)
+        start = tail_offset(fd, info.st_size, lines)
+        if offset is not None and inode in (None, info.st_ino) and offset <= info.st_size:
+            start = max(start, offset)
+        data = os.pread(fd, min(info.st_size - start, TAIL_BUDGET), start)
+        complete = data[: data.rfind(b"\n") + 1]
+        texts = [shown(part) for part in data.split(b"\n")]
+        if texts and not texts[-1]:
+            texts.pop()
+        part = {
+            "path": path,
+            "size": info.st_size,
+            "inode": info.st_ino,
+            "mtime": info.st_mtime,
+            "offset": start + len(complete),
+            "lines": texts[-lines:] if lines > 0 else [],
+        }
+        if info.st_size <= NUMBERED:
+            part["first_line"] = count_lines(fd, start) + 1 + max(0, len(texts) - lines)
+        return part
+    finally:
+        os.close(fd)
+
+
+def count_lines(fd, end):
+    """Newlines before `end`."""
+    count = position = 0
+    while position < end:
+        block = os.pread(fd, min(BLOCK * 16, end - position), position)
+        if not block:
+            break
+        count += block.count(b"\n")
+        position += len(block)
+    return count
+
+
+class EventsReader:
+    """What events.jsonl says, read once from its head and its end and then only what is new."""
+
+    def __init__(self, path):
+        self.path = path
+        self.reset()
+
+    def reset(self):
+        self.inode = None
+        self.offset = 0
+        self.last = None
+        self.steps = collections.deque(maxlen=STEPS_KEPT)
+        self.phases = {}
+        self.bad_lines = 0
+
+    def read(self):
+        """The `events` part of a snapshot."""
+        try:
+            fd = os.open(self.path, os.O_RDONLY)
+        except FileNotFoundError:
+            return {"last": None, "steps": [], "phases": {}}
+        except OSError as error:
+            return {"unread": str(error.strerror)}
+        try:
+            info = os.fstat(fd)
+            if info.st_ino != self.inode or info.st_size < self.offset:
+                self.reset()
+                self.inode = info.st_ino
+            self.catch_up(fd, info.st_size)
+        except OSError as error:
+            return {"unread": str(error.strerror)}
+        finally:
+            os.close(fd)
+        part = {"last": self.last, "steps": list(self.steps), "phases": self.phases}
+        if self.bad_lines:
+            part["bad_lines"] = self.bad_lines
+        return part
+
+    def catch_up(self, fd, size):
+        if size - self.offset > EVENTS_HEAD + EVENTS_TAIL:
+            if self.offset == 0:
+                self.take(os.pread(fd, EVENTS_HEAD, 0))
+            self.offset = line_start(fd, size - EVENTS_TAIL)
+        data = os.pread(fd, size - self.offset, self.offset)
+        end = data.rfind(b"\n") + 1  # the last line may still be half written
+        self.take(data[:end])
+        self.offset += end
+
+    def take(self, data):
+        for line in data.split(b"\n")[:-1]:
+            try:
+                event = json.loads(line)
+                name = event["event"]
+            except (ValueError, KeyError, TypeError):
+                self.bad_lines += bool(line.strip())
+                continue
+            self.last = event
+            if name == "step":
+                self.steps.append(event)
+            elif name in REPEATED:
+                self.phases[name] = [*self.phases.get(name, []), event][-64:]
+            else:
+                self.phases[name] = event

@@ -1,0 +1,157 @@
+"""What must hold before a launch, gathered in one answer. Facts only; dflashctl/launch.py judges them.
+
+Standard library only, Python >= 3.9.
+"""
+
+import json
+import os
+import shutil
+import subprocess
+import threading
+import time
+
+from dflashctl.remote import control, probe, store, supervisor
+
+IMPORT_TIMEOUT = 120.0
+IMPORTS = """
+import json, sys
+found = {"python": sys.version.split()[0]}
+for name in ("torch", "transformers", "pyarrow", "safetensors"):
+    try:
+        found[name] = getattr(__import__(name), "__version__", "")
+    except Exception as error:
+        found.setdefault("missing", {})[name] = f"{type(error).__name__}: {error}"
+if "torch" in found:
+    import torch
+    found["cuda_devices"] = torch.cuda.device_count()
+print("\\n" + json.dumps(found))
+"""
+
+
+def preflight(pause, gpus, workspace, python, release, devices, need_bytes, paths=(), environment=None):
+    """Everything a launch depends on. Imports of torch run beside the other looks; their success is remembered.
+
+    `paths`: files or folders that must exist, such as the dataset. `pause(seconds)` sleeps and notices a lost connection.
+    """
+    workspace = os.path.abspath(os.path.expanduser(workspace))
+    wants_gpu = any(name.startswith("cuda") for name in devices)
+    imports = Imports(workspace, python, environment or {})
+    imports.start()
+    answer = {
+        "workspace": workspace,
+        "systemd": control.has_systemd(),
+        "release_present": os.path.isdir(store.release_dir(workspace, release)),
+        "writable": writable(workspace),
+        "disk": probe.disk(store.existing(workspace)),
+        "need_bytes": need_bytes,
+        "missing_paths": [path for path in paths if not os.path.exists(os.path.join(workspace, path))],
+        "gpus": gpus.part(),
+        "gpu_processes": probe.gpu_processes()
+        if wants_gpu
+        else {"unread": "not asked: no CUDA device is wanted"},
+        "runs_active": active_runs(workspace),
+    }
+    while imports.thread.is_alive():
+        pause(0.02)
+    answer["modules"] = imports.found
+    return answer
+
+
+def writable(workspace):
+    """True, or why files can't be made there. A folder that is absent is made: the workspace is ours."""
+    folder = store.root(workspace)
+    probe_path = os.path.join(folder, f".writable-{os.getpid()}")
+    try:
+        os.makedirs(folder, exist_ok=True)
+        with open(probe_path, "w") as file:
+            file.write("x")
+        os.unlink(probe_path)
+    except OSError as error:
+        return f"{error.strerror}: {folder}"
+    return True
+
+
+def active_runs(workspace):
+    """[{run_id, devices}] of the runs of this workspace that live."""
+    found = []
+    for run_id in store.run_ids(workspace)[:50]:
+        folder = os.path.join(store.runs_dir(workspace), run_id)
+        state = probe.read_state(folder)
+        if state and probe.standing(state) in ("starting", "running"):
+            manifest = supervisor.read_json(os.path.join(folder, "manifest.json")) or {}
+            devices = manifest.get("devices") or {}
+            names = sorted({*devices.get("targets", ()), *devices.get("drafters", ())})
+            found.append({"run_id": run_id, "devices": names, "pid": state.get("pid")})
+    return found
+
+
+class Imports:
+    """Versions of what the trainer imports, found by importing it with its own interpreter; success is kept in a file."""
+
+    def __init__(self, workspace, python, environment):
+        self.python = python
+        self.environment = control.trainer_environment(os.environ, environment, [python])
+        self.cache = os.path.join(store.root(workspace), "cache", "preflight.json")
+        self.found = {}
+        self.process = None
+        self.thread = threading.Thread(target=self.look, name="imports", daemon=True)
+
+    def start(self):
+        self.thread.start()
+
+    def key(self, program):
+        """Changes with the interpreter and with every package installed into or removed from it."""
+        lib = os.path.join(os.path.dirname(os.path.dirname(os.path.abspath(program))), "lib")
+        parts = [program, os.path.realpath(program), self.environment.get("PYTHONPATH", "")]
+        for path in [os.path.realpath(program), *site_folders(lib)]:
+            try:
+                parts.append(str(os.stat(path).st_mtime_ns))
+            except OSError:
+                parts.append("-")
+        return "|".join(parts)
+
+    def look(self):
+        program = shutil.which(self.python, path=self.environment["PATH"])
+        if program is None:
+            self.found = {"unread": f"{self.python} not found"}
+            return
+        key = self.key(program)
+        kept = supervisor.read_json(self.cache)
+        if kept and kept.get("key") == key:
+            self.found = kept["found"]
+            return
+        self.found = self.ask(program)
+        if "unread" not in self.found and not self.found.get("missing"):
+            try:
+                os.makedirs(os.path.dirname(self.cache), exist_ok=True)
+                supervisor.write_json(self.cache, {"key": key, "found": self.found, "time": time.time()})
+            except OSError:
+                pass  # only the next launch is slower
+
+    def ask(self, program):
+        self.process = subprocess.Popen(
+            [program, "-c", IMPORTS],
+            stdin=subprocess.DEVNULL,
+            stdout=subprocess.PIPE,
+            stderr=subprocess.STDOUT,
+            env=self.environment,
+            cwd="/",
+        )
+        try:
+            output = self.process.communicate(timeout=IMPORT_TIMEOUT)[0].decode("utf-8", "replace").strip()
+        except subprocess.TimeoutExpired:
+            self.process.kill()
+            return {"unread": f"importing torch took longer than {IMPORT_TIMEOUT:g} s"}
+        last = output.rsplit("\n", 1)[-1]
+        try:
+            return json.loads(last)
+        except ValueError:
+            return {"unread": f"{program} failed ({self.process.returncode}): {last}"}
+
+
+def site_folders(lib):
+    try:
+        names = sorted(os.listdir(lib))
+    except OSError:
+        return []
+    return [os.path.join(lib, name, "site-packages") for name in names if name.startswith("python3")]
