@@ -1,8 +1,8 @@
 """hosts.toml: where runs can live and how each place is reached, as typed, validated objects.
 
-Search order: `--hosts FILE`, `$DFLASH_HOSTS`, `hosts.toml` in the current directory or a parent up to the git
-root, `$XDG_CONFIG_HOME/dflashctl/hosts.toml`, `/etc/dflashctl/hosts.toml`. The first that exists is the only one
-read. A host named `local`, this machine, exists even where no file does.
+Search order: `--hosts FILE`, `$DFLASH_HOSTS`, `hosts.toml` in the current directory or a parent up to the
+git root, `$XDG_CONFIG_HOME/dflashctl/hosts.toml`, `/etc/dflashctl/hosts.toml`. The first that exists is the
+only one read. A host named `local`, this machine, exists even where no file does.
 """
 
 from __future__ import annotations

@@ -45,9 +45,9 @@ class Source:
     def line(self, path: tuple[str, ...]) -> int:
         """The line on which the key or table at `path` begins, or the nearest table around it.
 
-        tomllib keeps no positions, so ever longer prefixes are parsed until the key appears: the file is small, and
-        this is done for errors only. A value of several lines parses only once whole: its key is on the first line
-        that didn't parse.
+        tomllib keeps no positions, so ever longer prefixes are parsed until the key appears: the file is
+        small, and this is done for errors only. A value of several lines parses only once whole: its key is
+        on the first line that didn't parse.
         """
         lines = self.text.splitlines(keepends=True)
         while path:

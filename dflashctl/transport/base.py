@@ -52,17 +52,17 @@ class Tail:
 class Channel(ABC):
     """A running program: its stdin, stdout and stderr, and its exit code.
 
-    One thread may write while another reads. Nothing is buffered without bound: a program whose stdout is not read is
-    held up, so a caller that writes more than the pipes hold (64 KiB) to a program that answers as it reads must read
-    at the same time.
+    One thread may write while another reads. Nothing is buffered without bound: a program whose stdout is
+    not read is held up, so a caller that writes more than the pipes hold (64 KiB) to a program that answers
+    as it reads must read at the same time.
     """
 
     @abstractmethod
     def write(self, data: bytes) -> None:
         """Send all of `data` to stdin.
 
-        Raises BrokenPipeError when the program has closed its stdin or ended, TimeoutError when it takes nothing for
-        WRITE_STALL seconds, and ConnectionLostError.
+        Raises BrokenPipeError when the program has closed its stdin or ended, TimeoutError when it takes
+        nothing for WRITE_STALL seconds, and ConnectionLostError.
         """
 
     @abstractmethod
@@ -100,15 +100,19 @@ class Channel(ABC):
 
 
 class Transport(ABC):
-    """A way to run programs on one machine or in one container. A context manager; connects when first needed.
+    """A way to run programs on one machine or in one container. A context manager; connects when first
+    needed.
 
     Attributes:
         label: the place in words, such as "ct200 on pve1", for messages.
-        user: the login name that programs run under.
     """
 
     label: str
-    user: str
+
+    @property
+    @abstractmethod
+    def user(self) -> str:
+        """The login name that programs run under."""
 
     @abstractmethod
     def connect(self) -> None:
@@ -118,8 +122,8 @@ class Transport(ABC):
     def open(self, argv: Sequence[str], *, timeout: float) -> Channel:
         """Start `argv`. `timeout` (s) bounds connecting and starting, not the program.
 
-        Raises UnreachableError, ConnectionLostError, and PreflightError when the transport sees that the program can't
-        be started.
+        Raises UnreachableError, ConnectionLostError, and PreflightError when the transport sees that the
+        program can't be started.
         """
 
     @abstractmethod
@@ -129,9 +133,9 @@ class Transport(ABC):
     def run(self, argv: Sequence[str], *, stdin: bytes = b"", timeout: float) -> Result:
         """Run `argv` to its end, feeding `stdin`, keeping all of stdout and the last 64 KiB of stderr.
 
-        Returns when the program has ended and its stdout is at its end or silent: a background child that keeps stdout
-        open does not hold the answer up. Raises TimeoutError after `timeout` seconds (the program is let go), and what
-        `open` raises.
+        Returns when the program has ended and its stdout is at its end or silent: a background child that
+        keeps stdout open does not hold the answer up. Raises TimeoutError after `timeout` seconds (the
+        program is let go), and what `open` raises.
         """
         deadline = time.monotonic() + timeout
         with self.open(argv, timeout=timeout) as channel:
@@ -159,7 +163,8 @@ class Transport(ABC):
     def explain(self, result: Result) -> DflashError:
         """Turn the failure of a program that never reported back into an error with cause and fix.
 
-        Judged by stderr, never by the exit code alone: a transport's own failures share numbers with the program's.
+        Judged by stderr, never by the exit code alone: a transport's own failures share numbers with the
+        program's.
         """
         return explain_program(result, self.label)
 

@@ -24,8 +24,11 @@ class LocalTransport(Transport):
 
     def __init__(self, label: str = "local") -> None:
         self.label = label
-        self.user = "root" if os.geteuid() == 0 else getpass.getuser()
         self._channels: list[LocalChannel] = []
+
+    @property
+    def user(self) -> str:
+        return "root" if os.geteuid() == 0 else getpass.getuser()
 
     def connect(self) -> None:
         """Nothing to open."""

@@ -1,0 +1,127 @@
+"""The keys a login may be tried with: files the user names, the agent's, the default files."""
+
+from __future__ import annotations
+
+import base64
+from dataclasses import dataclass, field
+from pathlib import Path
+from typing import TYPE_CHECKING
+
+from dflashctl.errors import UnreachableError
+from dflashctl.transport.hostkeys import fingerprint
+from dflashctl.transport.sshconfig import Endpoint
+
+if TYPE_CHECKING:
+    from paramiko import AgentKey, PKey
+
+DEFAULT_FILES = ("id_ed25519", "id_ecdsa", "id_rsa")
+
+
+@dataclass(frozen=True)
+class Identity:
+    """A key to offer, and how to name it to a person."""
+
+    key: PKey
+    words: str
+
+
+@dataclass
+class Identities:
+    """What can be offered, and what can't be and why."""
+
+    offers: list[Identity] = field(default_factory=list)
+    unusable: list[str] = field(default_factory=list)
+    locked: Path | None = None  # an encrypted key file that the agent doesn't hold
+    agent_answers: bool = False
+
+    def add(self, key: PKey, origin: str) -> None:
+        blob = key.asbytes()
+        if all(offer.key.asbytes() != blob for offer in self.offers):
+            self.offers.append(Identity(key, f"{origin} ({fingerprint(blob)})"))
+
+
+def gather(endpoint: Endpoint) -> Identities:
+    """Named files first, then the agent's keys (unless IdentitiesOnly), then the default files if none is
+    named.
+
+    Raises UnreachableError when the key file that hosts.toml names does not exist or is no private key.
+    """
+    from paramiko import Agent, SSHException
+
+    found = Identities()
+    try:
+        agent_keys = list(Agent().get_keys())
+    except SSHException:  # the socket leads nowhere
+        agent_keys = []
+    found.agent_answers = bool(agent_keys)
+    files = endpoint.identities or tuple(Path.home() / ".ssh" / name for name in DEFAULT_FILES)
+    if endpoint.identities:
+        _add_files(found, files, agent_keys, endpoint)
+    if not endpoint.identities_only:
+        for key in agent_keys:
+            found.add(key, f"agent key {getattr(key, 'comment', '') or key.get_name()}")
+    if not endpoint.identities:
+        _add_files(found, files, agent_keys, endpoint)
+    return found
+
+
+def _add_files(
+    found: Identities, files: tuple[Path, ...], agent_keys: list[AgentKey], endpoint: Endpoint
+) -> None:
+    for file in files:
+        required = endpoint.required and file == endpoint.identities[0]
+        in_agent = _held_by_agent(file, agent_keys)
+        if in_agent is not None:
+            found.add(in_agent, f"{file} (from the agent)")
+        elif file.is_file():
+            _add_file(found, file, required)
+        elif required:
+            raise UnreachableError(
+                f"the key file of {endpoint.name} does not exist: {file}",
+                hint="correct identity_file of the host in hosts.toml, or leave it out to use ~/.ssh and the agent",
+            )
+
+
+def _add_file(found: Identities, file: Path, required: bool) -> None:
+    import paramiko
+
+    try:
+        for kind in (paramiko.Ed25519Key, paramiko.ECDSAKey, paramiko.RSAKey):
+            try:
+                key = kind.from_private_key_file(str(file))
+            except paramiko.PasswordRequiredException:
+                found.unusable.append(f"{file} (encrypted, not in the agent)")
+                found.locked = found.locked or file
+                return
+            except (paramiko.SSHException, ValueError):
+                continue
+            certificate = file.with_name(file.name + "-cert.pub")
+            if certificate.is_file():
+                key.load_certificate(str(certificate))
+            found.add(key, str(file))
+            return
+    except OSError as error:
+        if required:
+            raise UnreachableError(
+                f"the key file can't be read: {error.strerror}",
+                where=str(file),
+                hint="check its owner and mode (0600)",
+            ) from error
+        found.unusable.append(f"{file} ({error.strerror})")
+        return
+    if required:
+        raise UnreachableError(
+            "the key file holds no private key that can be used",
+            where=str(file),
+            hint="identity_file is the private half, without .pub; DSA keys are no longer supported",
+        )
+    found.unusable.append(f"{file} (not a usable private key)")
+
+
+def _held_by_agent(file: Path, agent_keys: list[AgentKey]) -> AgentKey | None:
+    """The agent's key whose public half lies beside `file`: the way to an encrypted key."""
+    try:
+        blob = base64.b64decode(file.with_name(file.name + ".pub").read_text().split()[1])
+    except (OSError, IndexError, ValueError):
+        return None
+    return next((key for key in agent_keys if key.asbytes() == blob), None)
