@@ -1,0 +1,137 @@
+"""The anchor-block mask against a double loop, and its two implementations against each other and plain attention."""
+
+from __future__ import annotations
+
+import pytest
+import torch
+from hypothesis import given, settings
+from hypothesis import strategies as st
+from torch import Tensor
+from torch.nn.attention.flex_attention import create_block_mask, flex_attention
+
+from trainer.modeling import attention
+
+
+def naive_mask(anchors: Tensor, valid: Tensor, lengths: Tensor, k: int, s: int) -> Tensor:
+    """`[B, A*K, S + A*K]`, from the method's words."""
+    b, a = anchors.shape
+    mask = torch.zeros(b, a * k, s + a * k, dtype=torch.bool)
+    for row in range(b):
+        for query in range(a * k):
+            block = query // k
+            if not valid[row, block]:
+                continue
+            for key in range(s + a * k):
+                if key < s:
+                    mask[row, query, key] = key < int(anchors[row, block]) and key < int(lengths[row])
+                else:
+                    mask[row, query, key] = (key - s) // k == block
+    return mask
+
+
+@st.composite
+def batches(draw: st.DrawFn) -> tuple[Tensor, Tensor, Tensor, int, int]:
+    b, a, k, s = (draw(st.integers(1, n)) for n in (3, 4, 5, 9))
+    lengths = [draw(st.integers(1, s)) for _ in range(b)]
+    # anchors may lie anywhere, behind the row's end too: an invalid block may hold anything
+    anchors = [[draw(st.integers(0, s + 2)) for _ in range(a)] for _ in range(b)]
+    valid = [[draw(st.booleans()) for _ in range(a)] for _ in range(b)]
+    return torch.tensor(anchors), torch.tensor(valid), torch.tensor(lengths), k, s
+
+
+@given(batches())
+@settings(max_examples=60, deadline=None)
+def test_both_masks_equal_the_double_loop(batch: tuple[Tensor, Tensor, Tensor, int, int]) -> None:
+    anchors, valid, lengths, k, s = batch
+    b, a = anchors.shape
+    expected = naive_mask(anchors, valid, lengths, k, s)
+    sees = attention.mask_mod(anchors, valid, k, s, lengths)
+    got = sees(
+        torch.arange(b).view(b, 1, 1),
+        torch.zeros((), dtype=torch.long),
+        torch.arange(a * k).view(1, -1, 1),
+        torch.arange(s + a * k).view(1, 1, -1),
+    )
+    assert torch.equal(got.expand_as(expected), expected)
+    dense = attention.dense_mask(anchors, valid, s, lengths)
+    assert torch.equal(dense.visible.repeat_interleave(k, 1), expected[:, :, :s])
+
+
+def test_without_lengths_every_context_token_is_real() -> None:
+    anchors, valid = torch.tensor([[0, 3, 9]]), torch.ones(1, 3, dtype=torch.bool)
+    dense = attention.dense_mask(anchors, valid, 5)
+    assert dense.visible[0].sum(-1).tolist() == [0, 3, 5]
+
+
+def tensors(
+    anchors: Tensor, k: int, s: int, dtype: torch.dtype = torch.float64, device: str = "cpu"
+) -> dict[str, Tensor]:
+    b, a = anchors.shape
+    g = torch.Generator().manual_seed(5)
+    shapes = {"query": (b, 4, a * k, 16), "keys": (b, 2, a * k, 16), "values": (b, 2, a * k, 16)}
+    shapes |= {"context_keys": (b, 2, s, 16), "context_values": (b, 2, s, 16)}
+    return {
+        name: torch.randn(shape, generator=g, dtype=torch.float64).to(device, dtype).requires_grad_()
+        for name, shape in shapes.items()
+    }
+
+
+ANCHORS = torch.tensor([[0, 3, 7, 2], [6, 1, 0, 5]])
+VALID = torch.tensor([[True, True, True, False], [True, True, False, True]])
+LENGTHS = torch.tensor([9, 7])
+
+
+def plain(parts: dict[str, Tensor], k: int, s: int) -> Tensor:
+    """Softmax attention over the whole square mask; a row that sees nothing is zero."""
+    mask = naive_mask(ANCHORS, VALID, LENGTHS, k, s)[:, None]
+    keys = torch.cat((parts["context_keys"], parts["keys"]), 2).repeat_interleave(2, 1)
+    values = torch.cat((parts["context_values"], parts["values"]), 2).repeat_interleave(2, 1)
+    scores = (parts["query"] @ keys.transpose(-1, -2) / 16**0.5).masked_fill(~mask, -torch.inf)
+    return scores.softmax(-1).nan_to_num(0) @ values
+
+
+@pytest.mark.parametrize("k", [1, 4])
+def test_dense_attention_is_plain_attention(k: int) -> None:
+    parts = tensors(ANCHORS, k, 9)
+    mask = attention.anchor_mask(ANCHORS, VALID, k, 9, LENGTHS)
+    torch.testing.assert_close(attention.attend(**parts, mask=mask), plain(parts, k, 9))
+
+
+def test_flex_attention_with_our_mask_is_dense_attention() -> None:
+    # on the CPU flex attention has no backward
+    parts = {name: part.detach() for name, part in tensors(ANCHORS, 4, 9, torch.float32).items()}
+    dense = attention.attend(**parts, mask=attention.dense_mask(ANCHORS, VALID, 9, LENGTHS))
+    mask = create_block_mask(attention.mask_mod(ANCHORS, VALID, 4, 9, LENGTHS), 2, None, 16, 25, device="cpu")
+    flex = flex_attention(
+        parts["query"],
+        torch.cat((parts["context_keys"], parts["keys"]), 2),
+        torch.cat((parts["context_values"], parts["values"]), 2),
+        block_mask=mask,
+        enable_gqa=True,
+    )
+    torch.testing.assert_close(flex, dense, atol=2e-6, rtol=1e-5)
+
+
+def test_invalid_blocks_give_zeros_and_no_nan_in_either_direction() -> None:
+    parts = tensors(ANCHORS, 4, 9)
+    valid = torch.zeros_like(VALID)
+    out = attention.attend(**parts, mask=attention.dense_mask(ANCHORS, valid, 9, LENGTHS))
+    out.sum().backward()
+    assert torch.equal(out, torch.zeros_like(out))
+    for name, part in parts.items():
+        assert part.grad is not None and torch.equal(part.grad, torch.zeros_like(part)), name
+
+
+@pytest.mark.gpu
+@pytest.mark.skipif(not torch.cuda.is_available(), reason="needs a CUDA device: compiled flex attention")
+@pytest.mark.parametrize(("dtype", "bound"), [(torch.float32, 2e-3), (torch.bfloat16, 3e-2)])
+def test_compiled_flex_equals_dense_on_cuda(dtype: torch.dtype, bound: float) -> None:
+    parts = tensors(ANCHORS, 16, 9, dtype, "cuda")
+    anchors, valid, lengths = ANCHORS.cuda(), VALID.cuda(), LENGTHS.cuda()
+    dense = attention.attend(**parts, mask=attention.dense_mask(anchors, valid, 9, lengths))
+    wanted = torch.autograd.grad(dense.square().sum(), list(parts.values()))
+    flex = attention.attend(**parts, mask=attention.anchor_mask(anchors, valid, 16, 9, lengths))
+    got = torch.autograd.grad(flex.square().sum(), list(parts.values()))
+    for a, b in zip([flex, *got], [dense, *wanted], strict=True):
+        assert a.isfinite().all()
+        torch.testing.assert_close(a, b, atol=bound * float(b.abs().max()), rtol=bound)

@@ -1,0 +1,148 @@
+"""The chunked loss and its gradient against the plain ones."""
+
+from __future__ import annotations
+
+import math
+
+import pytest
+import torch
+import torch.nn.functional as F
+from hypothesis import given, settings
+from hypothesis import strategies as st
+from torch import Tensor
+
+from trainer.modeling.losses import block_loss, default_gamma, expected_acceptance_length, slot_weights
+
+B, A, K, D, V = 2, 3, 5, 7, 11
+
+
+def batch(seed: int = 0, dtype: torch.dtype = torch.float64) -> tuple[Tensor, Tensor, Tensor, Tensor]:
+    g = torch.Generator().manual_seed(seed)
+    hidden = torch.randn(B, A, K, D, generator=g, dtype=torch.float64).to(dtype).requires_grad_()
+    head = torch.randn(V, D, generator=g, dtype=torch.float64).to(dtype)
+    labels = torch.randint(V, (B, A, K - 1), generator=g)
+    valid = torch.arange(K - 1) < torch.randint(0, K, (B, A, 1), generator=g)
+    return hidden, head, labels, valid
+
+
+def plain(
+    hidden: Tensor, head: Tensor, labels: Tensor, valid: Tensor, kind: str, gamma: float, alpha: float
+) -> Tensor:
+    """The definition, slot by slot, with all logits and automatic differentiation."""
+    logits = hidden[:, :, 1:].float() if hidden.dtype != torch.float64 else hidden[:, :, 1:]
+    logits = logits @ head.to(logits.dtype).T
+    total, weight = logits.new_zeros(()), logits.new_zeros(())
+    for b in range(B):
+        for a in range(A):
+            ce = F.cross_entropy(logits[b, a], labels[b, a], reduction="none")
+            last = int(valid[b, a].sum())  # valid slots lead
+            for k in range(last):
+                if kind == "ce-decay":
+                    w = torch.tensor(math.exp(-k / gamma), dtype=ce.dtype)
+                else:
+                    q = (1 - alpha) * torch.exp(-ce.detach()) + alpha
+                    w = torch.stack([q[: m + 1].prod() for m in range(k, last)]).sum()
+                total, weight = total + w * ce[k], weight + w
+    return total / weight
+
+
+@pytest.mark.parametrize("kind", ["ce-decay", "ce-dpace"])
+@pytest.mark.parametrize("chunk", [0, 1, 2, 4, 100])
+def test_chunked_loss_and_gradient_equal_the_plain_ones(kind: str, chunk: int) -> None:
+    hidden, head, labels, valid = batch()
+    out = block_loss(hidden, head, labels, valid, kind, gamma=2.5, alpha=0.3, chunk=chunk)
+    expected = plain(hidden, head, labels, valid, kind, 2.5, 0.3)
+    torch.testing.assert_close(out.loss, expected, rtol=1e-12, atol=1e-12)
+    (got,) = torch.autograd.grad(3 * out.loss, hidden)
+    (wanted,) = torch.autograd.grad(3 * expected, hidden)
+    torch.testing.assert_close(got, wanted, rtol=1e-10, atol=1e-13)
+    assert torch.equal(got[:, :, 0], torch.zeros_like(got[:, :, 0])), "slot 0 predicts nothing"
+
+
+@pytest.mark.parametrize("kind", ["ce-decay", "ce-dpace"])
+def test_bfloat16_stays_close_to_float64(kind: str) -> None:
+    hidden, head, labels, valid = batch(dtype=torch.bfloat16)
+    out = block_loss(hidden, head, labels, valid, kind, gamma=4.0, chunk=2)
+    assert out.loss.dtype == torch.float32
+    exact = hidden.detach().double().requires_grad_()
+    expected = plain(exact, head.double(), labels, valid, kind, 4.0, 0.5)
+    assert out.loss.item() == pytest.approx(expected.item(), rel=1e-2)
+    (got,), (wanted,) = torch.autograd.grad(out.loss, hidden), torch.autograd.grad(expected, exact)
+    assert got.dtype == torch.bfloat16
+    assert float((got.double() - wanted).norm() / wanted.norm()) < 1e-2
+
+
+def test_logits_of_invalid_slots_do_not_matter() -> None:
+    hidden, head, labels, valid = batch()
+    first = block_loss(hidden, head, labels, valid)
+    changed = hidden.detach().clone()
+    changed[:, :, 1:][~valid] = 50.0
+    other = block_loss(changed, head, torch.where(valid, labels, -100), valid)
+    assert first.loss.item() == other.loss.item()
+    assert float(first.ce_mean) == float(other.ce_mean)
+    assert torch.equal(first.hits, other.hits)
+
+
+@pytest.mark.parametrize("kind", ["ce-decay", "ce-dpace"])
+def test_a_batch_without_a_valid_slot_costs_nothing_and_teaches_nothing(kind: str) -> None:
+    hidden, head, labels, valid = batch()
+    out = block_loss(hidden, head, labels, torch.zeros_like(valid), kind)
+    out.loss.backward()
+    assert (out.loss.item(), float(out.weight), float(out.ce_mean), float(out.eal)) == (0, 0, 0, 1)
+    assert hidden.grad is not None and torch.equal(hidden.grad, torch.zeros_like(hidden))
+
+
+def test_averaging_by_weight_gives_the_loss_of_the_whole() -> None:
+    hidden, head, labels, valid = batch(1)
+    whole = block_loss(hidden, head, labels, valid)
+    halves = [block_loss(hidden[i : i + 1], head, labels[i : i + 1], valid[i : i + 1]) for i in range(B)]
+    mean = sum(h.loss * h.weight for h in halves) / sum(h.weight for h in halves)
+    torch.testing.assert_close(whole.loss, mean)
+
+
+@given(st.integers(0, 10_000))
+@settings(max_examples=40, deadline=None)
+def test_expected_acceptance_length_counts_leading_hits(seed: int) -> None:
+    g = torch.Generator().manual_seed(seed)
+    hits = torch.rand(B, A, K - 1, generator=g) < 0.6
+    valid = torch.rand(B, A, K - 1, generator=g) < 0.8
+    lengths = []
+    for h, v in zip(hits.view(-1, K - 1).tolist(), valid.view(-1, K - 1).tolist(), strict=True):
+        if any(v):
+            n = 0
+            while n < K - 1 and h[n] and v[n]:
+                n += 1
+            lengths.append(n)
+    expected = 1 + (sum(lengths) / len(lengths) if lengths else 0)
+    assert float(expected_acceptance_length(hits, valid)) == pytest.approx(expected)
+
+
+def test_hits_are_the_argmax() -> None:
+    hidden, head, labels, valid = batch()
+    labels = (hidden[:, :, 1:] @ head.T).argmax(-1)
+    out = block_loss(hidden, head, labels, valid)
+    assert torch.equal(out.hits, valid)
+    assert float(out.eal) == pytest.approx(1 + float(valid.sum() / valid.any(-1).sum()))
+
+
+def test_certain_drafter_has_dpace_weights_of_the_slots_left() -> None:
+    ce, valid = torch.zeros(1, 4), torch.tensor([[True, True, True, False]])
+    assert slot_weights(ce, valid, "ce-dpace", 0, 0.5).tolist() == [[3, 2, 1, 0]]
+
+
+def test_gamma_of_the_paper() -> None:
+    assert [default_gamma(k) for k in (16, 10, 8)] == [7, 5, 4]
+
+
+def test_unknown_kind_and_a_head_that_wants_a_gradient_are_refused() -> None:
+    hidden, head, labels, valid = batch()
+    with pytest.raises(ValueError, match="unknown loss kind 'kl'"):
+        block_loss(hidden, head, labels, valid, "kl")
+    with pytest.raises(ValueError, match="frozen"):
+        block_loss(hidden, head.requires_grad_(), labels, valid)
+
+
+def test_without_gradient_none_is_formed() -> None:
+    hidden, head, labels, valid = batch()
+    with torch.no_grad():
+        assert not block_loss(hidden, head, labels, valid).loss.requires_grad
