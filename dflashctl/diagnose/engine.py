@@ -1,0 +1,372 @@
+"""Weighs the findings of a log against the measured facts: which one is the root, what follows from it, what the run is.
+
+Rules, in the order they are applied:
+
+1. What stands before the last run banner is history (structure.py drops it).
+2. What the run survived does not count: the program says so beside the error, or steps go on after it.
+3. Of what remains the lowest tier wins (signatures.toml: hardware, killed for memory, CUDA memory, ordinary roots, NCCL,
+   watchdog, launcher), then the earliest line. Everything later is a cascade.
+4. The verdict comes from facts first (exit code, process, silence); a fact that is missing never makes a verdict.
+"""
+
+from __future__ import annotations
+
+import re
+import statistics
+from collections.abc import Iterable, Mapping
+from typing import Any
+
+from dflashctl.diagnose import signatures as sig
+from dflashctl.diagnose.model import Confidence, Diagnosis, Place, VerdictName
+from dflashctl.diagnose.structure import Finding, Scanner
+
+STALL_FLOOR_S = 300.0
+"""Silence shorter than this is never called a stall, unless the facts bring the run's own window (`stall_after_s`)."""
+STALL_STEPS = 10
+"""Silence of this many of the run's own log intervals is a stall."""
+STALL_UNKNOWN_S = 600.0
+"""Silence that is a stall where the log tells no interval."""
+SURVIVED_STEPS = 3
+"""Progress lines after an error from which it is taken as survived in a run that has ended since."""
+SPINNING_W = 150.0
+"""A GPU at full utilisation below this power waits in a kernel (NCCL) instead of computing."""
+
+_TIME = re.compile(r"\b(\d\d):(\d\d):(\d\d)\b")
+_SIGNALS = {
+    "SIGKILL": 137,
+    "SIGSEGV": 139,
+    "SIGTERM": 143,
+    "SIGINT": 130,
+    "SIGABRT": 134,
+    "SIGBUS": 135,
+    "SIGHUP": 129,
+}
+
+
+def diagnose(
+    lines: Iterable[bytes],
+    facts: Mapping[str, Any] | None = None,
+    *,
+    file: str = "log",
+    signatures: sig.Signatures | None = None,
+    first_line: int = 1,
+) -> Diagnosis:
+    """The diagnosis of one log.
+
+    Args:
+        lines: the log's lines as bytes, with or without their LF.
+        facts: what was measured beside it (`process_alive`, `exit_code`, `signal`, `oom_kills`, `gpu_util_pct`,
+            `gpu_power_w`, `cpu_util_pct`, `child_processes`, `seconds_since_last_line`, `stop_requested`,
+            `stall_after_s`), any of them absent.
+        file: its name in the report.
+        first_line: number of the first line given, where only a tail is.
+    """
+    signatures = signatures or sig.load()
+    scanner = Scanner(signatures)
+    times: list[float] = []
+    number = first_line - 1
+    last_text = ""
+    for number, raw in enumerate(lines, first_line):
+        before = len(scanner.progress)
+        scanner.feed(number, raw)
+        if len(scanner.progress) != before:
+            _note_time(times, scanner.progress_text)
+        if raw.strip():
+            last_text = raw[:200].decode("utf-8", "replace").strip()
+    scanner.close()
+    return _Case(scanner, dict(facts or {}), file, signatures, times, last_text, number).decide()
+
+
+def _note_time(times: list[float], text: str) -> None:
+    found = _TIME.search(text[:200])
+    if found:
+        h, m, s = (int(g) for g in found.groups())
+        times.append(h * 3600 + m * 60 + s)
+        del times[:-50]
+
+
+class _Case:
+    """One run's findings and facts."""
+
+    def __init__(
+        self,
+        scanner: Scanner,
+        facts: dict[str, Any],
+        file: str,
+        signatures: sig.Signatures,
+        times: list[float],
+        last_text: str,
+        last_line: int,
+    ) -> None:
+        self.s = scanner
+        self.facts = facts
+        self.file = file
+        self.signatures = signatures
+        self.times = times
+        self.last = (last_line, last_text)
+        self.fired: list[str] = []
+        self.code = self._code()
+        self.alive = facts.get("process_alive")
+
+    def _code(self) -> int | None:
+        code = self.facts.get("exit_code")
+        signal = self.facts.get("signal")
+        if signal and code in (None, 0):
+            return _SIGNALS.get(str(signal), 128)
+        if isinstance(code, int) and code < 0:
+            return 128 - code
+        return code if isinstance(code, int) else None
+
+    # ---------------------------------------------------------------- verdict
+
+    def decide(self) -> Diagnosis:
+        if self.alive is True:
+            return self._living()
+        if self.code == 0:
+            return self._say("finished", None)
+        if self.alive is None and self.code is None:
+            return self._unmeasured()
+        return self._dead()
+
+    def _living(self) -> Diagnosis:
+        silent = self.facts.get("seconds_since_last_line")
+        stalled = isinstance(silent, (int, float)) and silent > self._patience()
+        deaths = [d for d in self.s.deaths if not d.survived]
+        if deaths:
+            first = deaths[0]
+            place = Finding(
+                "thread-died",
+                4,
+                "root",
+                first.start,
+                f"Exception in thread {first.thread}:",
+                first.start,
+                "thread",
+                first.rank,
+                first.thread,
+            )
+            return self._say(
+                "stalled" if stalled else "degraded", place, others=[*deaths, *self._kept(living=True)]
+            )
+        kept = self._kept(living=True)
+        if stalled:
+            return self._stalled(kept)
+        if self.s.nonfinite is not None:
+            return self._say("degraded", self.s.nonfinite)
+        hardware = [f for f in kept if f.tier == 1]
+        if hardware:
+            return self._say("degraded", hardware[0], others=kept)
+        late = [f for f in kept if f.kind in ("exception", "thread") and not f.weak and f.role == "root"]
+        if late and isinstance(silent, (int, float)) and silent > 60:
+            return self._say("degraded", self._root(late), others=kept, confidence="likely")
+        return self._say("healthy" if self.s.progress else "warming", None)
+
+    def _stalled(self, kept: list[Finding]) -> Diagnosis:
+        roots = [f for f in kept if not f.weak]
+        if roots:
+            return self._say("stalled", self._root(roots), others=kept, confidence="likely")
+        compiling = self.s.compile_line
+        line, text = (self.s.progress[-1], self.s.progress_text) if self.s.progress else self.last
+        cls = "hang-no-output"
+        if compiling and compiling[0] > line - (0 if self.s.progress else 1 << 60):
+            line, text = compiling
+            cls = "hang-compile"
+        finding = Finding(cls, 4, "root", line, text, line, "silence")
+        return self._say("stalled", finding, confidence="likely")
+
+    def _patience(self) -> float:
+        """Seconds of silence that are no stall yet: the run's window, its log interval, or a floor; longer while GPUs work."""
+        own = self.facts.get("stall_after_s")
+        if isinstance(own, (int, float)):
+            return float(own)
+        gaps = [(b - a) % 86400 for a, b in zip(self.times, self.times[1:], strict=False)]
+        patience = (
+            max(STALL_FLOOR_S, STALL_STEPS * statistics.median(gaps)) if len(gaps) >= 3 else STALL_UNKNOWN_S
+        )
+        return patience * 3 if self._working() else patience
+
+    def _working(self) -> bool:
+        """Whether GPUs or compile workers are busy with something that may take its time."""
+        power = [p for p in _numbers(self.facts.get("gpu_power_w")) if p is not None]
+        util = [u for u in _numbers(self.facts.get("gpu_util_pct")) if u is not None]
+        if power and util:
+            return max(power) > 2 * SPINNING_W and min(util) > 50
+        cpu = self.facts.get("cpu_util_pct")
+        return bool(self.s.compile_line and isinstance(cpu, (int, float)) and cpu > 50)
+
+    def _dead(self) -> Diagnosis:
+        kept = self._kept(living=False)
+        if self.facts.get("stop_requested") and self.code in (143, 137, 130, 0, 128, None):
+            return self._say("stopped", self._by_code("preempted-sigterm"), others=kept)
+        oom = self.facts.get("oom_kills")
+        if isinstance(oom, int) and oom > 0 and self.code in (137, 1, None):
+            named = [f for f in kept if f.cls in ("cgroup-oom", "host-oom-kill")]
+            finding = named[0] if named else self._by_code("cgroup-oom")
+            finding.cls = "cgroup-oom"
+            return self._say("failed", finding, others=kept)
+        root = self._root(kept)
+        if root is None or (root.weak and root.role == "cascade"):
+            root = self._from_code() or root
+        if root is None:
+            return self._say("failed", self._by_code("unknown"), others=kept, confidence="guess")
+        stopped = self.signatures.by_name.get(root.cls)
+        verdict: VerdictName = "stopped" if stopped and stopped.group == "interruption" else "failed"
+        return self._say(verdict, root, others=kept)
+
+    def _unmeasured(self) -> Diagnosis:
+        """No facts: only what the log itself proves."""
+        kept = [f for f in self._kept(living=False) if not self._progressed(f)]
+        if self.s.finish_line and all(f.line < self.s.finish_line for f in kept):
+            return self._say("finished", None, confidence="likely")
+        root = self._root([f for f in kept if not f.weak])
+        if root is not None:
+            group = self.signatures.by_name[root.cls].group if root.cls in self.signatures.by_name else ""
+            return self._say(
+                "stopped" if group == "interruption" else "failed", root, others=kept, confidence="likely"
+            )
+        if self.s.nonfinite is not None:
+            return self._say("degraded", self.s.nonfinite, confidence="likely")
+        return self._say("healthy" if self.s.progress else "warming", None, confidence="guess")
+
+    # ---------------------------------------------------------------- weighing
+
+    def _progressed(self, f: Finding) -> int:
+        return sum(1 for n in self.s.progress if n > max(f.end, f.line))
+
+    def _kept(self, *, living: bool) -> list[Finding]:
+        """Findings that the run did not survive."""
+        kept = []
+        for f in self.s.findings:
+            steps = self._progressed(f)
+            if f.survived and (living or steps):
+                self._note(f, f"survived, the log says: {f.survived.strip()[:80]}")
+            elif (living and steps and f.tier > 1) or (not living and self._outlived(f, steps)):
+                self._note(f, f"survived: {steps} steps after it")
+            elif self.s.finish_line and f.line > self.s.finish_line and not living and self.code in (0, None):
+                self._note(f, "after the run had finished")
+            else:
+                kept.append(f)
+        return kept
+
+    @staticmethod
+    def _outlived(f: Finding, steps: int) -> bool:
+        """In a run that has ended: whether it went on long enough after the error. A rank's own end is final."""
+        return steps >= SURVIVED_STEPS and f.tier > 2 and not (f.top_level and f.rank is not None)
+
+    def _root(self, kept: list[Finding]) -> Finding | None:
+        if not kept:
+            return None
+        ranked = sorted(kept, key=self._weight)
+        if (
+            ranked[0].cls == "host-oom-kill"
+        ):  # the same kill, seen by the shell and told more exactly by the cgroup
+            ranked.sort(key=lambda f: f.cls != "cgroup-oom")
+        for f in ranked[1:]:
+            self._note(f, f"a consequence or weaker evidence than line {ranked[0].line}")
+        return ranked[0]
+
+    def _weight(self, f: Finding) -> tuple[float, int]:
+        tier = float(f.tier)
+        if f.cls == "interrupted-by-user" and self.code == 130:
+            tier = 2
+        if f.cls == "host-oom-kill" and "exitcode" in f.text and self._explained(f):
+            tier = 5  # a launcher's -9 after a Python error is its own kill
+        if f.weak:
+            tier += 3.5
+        if f.survived:
+            tier += 2
+        return tier, f.line
+
+    def _explained(self, f: Finding) -> bool:
+        return any(
+            o.kind == "exception" and o.role == "root" and not o.weak and o.line < f.line
+            for o in self.s.findings
+        )
+
+    def _by_code(self, cls: str) -> Finding:
+        line, text = self.last
+        for f in self.s.findings:
+            if cls == "unknown" and not f.survived:
+                return Finding("unknown", 9, "root", f.line, f.text, f.line, "line", f.rank)
+        return Finding(cls, 4, "root", line, text, line, "exit")
+
+    def _from_code(self) -> Finding | None:
+        """What the exit code alone tells, where the log is silent."""
+        cls = {
+            137: "host-oom-kill",
+            139: "segfault",
+            143: "preempted-sigterm",
+            129: "preempted-sigterm",
+            130: "interrupted-by-user",
+            135: "shm-bus-error",
+        }.get(self.code or 0)
+        return self._by_code(cls) if cls else None
+
+    def _note(self, f: Finding, why: str) -> None:
+        self.fired.append(f"line {f.line}: {f.cls} (tier {f.tier}, {f.kind}): {why}")
+
+    # ---------------------------------------------------------------- wording
+
+    def _say(
+        self,
+        verdict: VerdictName,
+        f: Finding | None,
+        others: Iterable[Finding] = (),
+        confidence: Confidence | None = None,
+    ) -> Diagnosis:
+        if f is None:
+            return Diagnosis(verdict, confidence=confidence or "certain", fired=tuple(self.fired))
+        s = self.signatures.by_name.get(f.cls)
+        values = _Values(f, self.s.torch)
+        title = s.title if s else "the cause is not known; the first anomaly is shown"
+        later = [o for o in others if o.line > f.line and o is not f]
+        if confidence is None:
+            confidence = (
+                "likely" if f.weak or f.kind in ("exit", "epilogue") or f.role == "cascade" else "certain"
+            )
+        self.fired.append(f"line {f.line}: {f.cls} (tier {f.tier}, {f.kind}): the root")
+        return Diagnosis(
+            verdict,
+            f.cls,
+            confidence,
+            title.format_map(values),
+            _where(f),
+            Place(self.file, f.line, f.text),
+            (Place(self.file, f.line, f.text),),
+            tuple(Place(self.file, o.line, o.text) for o in later[:20]),
+            s.cause.format_map(values) if s else "",
+            tuple(a.format_map(values) for a in s.advice) if s else ("read the lines above the root line",),
+            s.retry if s else "once",
+            tuple(self.fired),
+        )
+
+
+class _Values(dict[str, str]):
+    """Captures for titles and advice; a capture that is absent reads as the general word."""
+
+    def __init__(self, f: Finding, torch: str) -> None:
+        super().__init__(f.captures)
+        self["thread"] = f.thread
+        self["text"] = f.text.strip()[:160]
+        self["torch"] = torch or "unknown"
+        if "tried" in self:
+            self["tried"] = f": {self['tried']} more were asked for"
+
+    def __missing__(self, key: str) -> str:
+        return {"gpu": "memory", "tried": "", "module": "see the line", "python": "python"}.get(key, "")
+
+
+def _where(f: Finding) -> str:
+    parts = []
+    if f.rank is not None:
+        parts.append(f"rank {f.rank}")
+    if f.thread:
+        parts.append(f"thread {f.thread}")
+    if "gpu" in f.captures:
+        parts.append(f"GPU {f.captures['gpu']}")
+    return ", ".join(parts)
+
+
+def _numbers(value: Any) -> list[float | None]:
+    values = value if isinstance(value, (list, tuple)) else [value]
+    return [float(v) if isinstance(v, (int, float)) and not isinstance(v, bool) else None for v in values]

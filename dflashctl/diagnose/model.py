@@ -1,0 +1,52 @@
+"""What a diagnosis says."""
+
+from __future__ import annotations
+
+from dataclasses import asdict, dataclass, field
+from typing import Any, Literal
+
+SCHEMA = 1
+
+VerdictName = Literal["healthy", "warming", "finished", "failed", "stalled", "degraded", "stopped"]
+Confidence = Literal["certain", "likely", "guess"]
+
+
+@dataclass(frozen=True)
+class Place:
+    """One line of the evidence. `line` counts from 1; lines end at LF."""
+
+    file: str
+    line: int
+    text: str
+
+
+@dataclass(frozen=True)
+class Diagnosis:
+    """What is wrong with a run, where it shows, what follows from it and what to do.
+
+    Attributes:
+        verdict: what the run is; a missing fact never turns into a verdict.
+        class_: a class of signatures.toml, `unknown`, or None where nothing is wrong.
+        title: one sentence; `where` names worker, rank, thread or GPU as far as the log does.
+        cascades: later errors that follow from the root.
+        fired: what matched and why it did or did not win (for `--explain`).
+    """
+
+    verdict: VerdictName
+    class_: str | None = None
+    confidence: Confidence = "certain"
+    title: str = ""
+    where: str = ""
+    root: Place | None = None
+    evidence: tuple[Place, ...] = ()
+    cascades: tuple[Place, ...] = ()
+    cause: str = ""
+    advice: tuple[str, ...] = ()
+    retry: str = ""
+    fired: tuple[str, ...] = field(default=(), repr=False)
+
+    def to_json(self) -> dict[str, Any]:
+        """The object that `dflashctl diagnose --json` prints; outside tools build on it."""
+        out = asdict(self)
+        out["class"] = out.pop("class_")
+        return {"schema": SCHEMA, **out}

@@ -1,0 +1,123 @@
+"""Signatures: what failures look like, as data (signatures.toml, and a file of the user's own)."""
+
+from __future__ import annotations
+
+import re
+import sys
+from dataclasses import dataclass
+from functools import lru_cache
+from pathlib import Path
+from typing import Any
+
+from dflashctl.errors import ConfigError
+
+if sys.version_info >= (3, 11):
+    import tomllib
+else:
+    import tomli as tomllib
+
+SCOPES = ("exception", "frame", "line", "warn", "epilogue", "progress")
+
+
+@dataclass(frozen=True)
+class Pattern:
+    """One regex of a class. `weak` patterns count only when nothing else was found in the same exception chain."""
+
+    regex: re.Pattern[str]
+    scope: str
+    weak: bool = False
+
+
+@dataclass(frozen=True)
+class Signature:
+    """One class of failure; see the head of signatures.toml for the meaning of each field."""
+
+    name: str
+    group: str
+    tier: int
+    role: str
+    title: str
+    cause: str
+    advice: tuple[str, ...]
+    retry: str
+    patterns: tuple[Pattern, ...]
+
+
+class Signatures:
+    """All signatures, in file order: the first match within a scope wins."""
+
+    def __init__(self, signatures: list[Signature]) -> None:
+        self.by_name = {s.name: s for s in signatures}
+        self._scoped: dict[str, list[tuple[Signature, Pattern]]] = {scope: [] for scope in SCOPES}
+        for signature in signatures:
+            for pattern in signature.patterns:
+                self._scoped[pattern.scope].append((signature, pattern))
+
+    def match(self, text: str, *scopes: str) -> tuple[Signature, Pattern, dict[str, str]] | None:
+        """The first signature that matches `text` in one of the scopes (strong patterns before weak ones), and its captures."""
+        weak = None
+        for scope in scopes:
+            for signature, pattern in self._scoped[scope]:
+                found = pattern.regex.search(text)
+                if found:
+                    captures = {k: v for k, v in found.groupdict().items() if v}
+                    if not pattern.weak:
+                        return signature, pattern, captures
+                    weak = weak or (signature, pattern, captures)
+        return weak
+
+
+def parse(raw: dict[str, Any], source: str) -> list[Signature]:
+    """Signatures of one parsed TOML file. Raises ConfigError that names the class and the key."""
+    out = []
+    for name, body in raw.get("class", {}).items():
+        where = f"{source}: [class.{name}]"
+        patterns = []
+        for i, item in enumerate(body.get("pattern", [])):
+            scope = item.get("scope", "line")
+            if scope not in SCOPES:
+                raise ConfigError(
+                    f"{where} pattern {i + 1}: unknown scope {scope!r}",
+                    hint=f"use one of {', '.join(SCOPES)}",
+                )
+            try:
+                regex = re.compile(item["regex"])
+            except (re.error, KeyError, TypeError) as error:
+                raise ConfigError(
+                    f"{where} pattern {i + 1}: no valid regex ({error})", hint="a Python regex in `regex`"
+                ) from error
+            patterns.append(Pattern(regex, scope, bool(item.get("weak"))))
+        advice = body.get("advice", [])
+        out.append(
+            Signature(
+                name,
+                body.get("group", "user"),
+                int(body.get("tier", 4)),
+                body.get("role", "root"),
+                body.get("title", name),
+                body.get("cause", ""),
+                tuple([advice] if isinstance(advice, str) else advice),
+                body.get("retry", ""),
+                tuple(patterns),
+            )
+        )
+    return out
+
+
+@lru_cache(maxsize=4)
+def load(extra: Path | None = None) -> Signatures:
+    """The bundled signatures; those of `extra` (a TOML file of the same form) come first and replace equal names.
+
+    Raises ConfigError when a file is not valid.
+    """
+    bundled = parse(
+        tomllib.loads(Path(__file__).with_name("signatures.toml").read_text("utf-8")), "signatures.toml"
+    )
+    if extra is None:
+        return Signatures(bundled)
+    try:
+        own = parse(tomllib.loads(extra.read_text("utf-8")), str(extra))
+    except (OSError, tomllib.TOMLDecodeError, UnicodeDecodeError) as error:
+        raise ConfigError(f"{extra}: {error}", hint="a TOML file with [class.NAME] tables") from error
+    names = {s.name for s in own}
+    return Signatures(own + [s for s in bundled if s.name not in names])
