@@ -310,10 +310,10 @@ class Scanner:
             key = rank * 1000 + order
             if best is None or key < best[0]:
                 best = (key, finding)
-        finding = best[1] if best else None
-        if finding and finding.cls in ("user-exception", "unknown") and self._from_loader(block):
-            finding.cls = "dataloader-worker-exception"
-        return finding
+        winner = best[1] if best else None
+        if winner and winner.cls in ("user-exception", "unknown") and self._from_loader(block):
+            winner.cls = "dataloader-worker-exception"
+        return winner
 
     def _frames(self, error: Error) -> tuple[str, int, str, int, str, dict[str, str], bool] | None:
         for number, text in error.frames:
