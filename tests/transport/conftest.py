@@ -69,6 +69,8 @@ class Server:
             "PasswordAuthentication": "no",
             "KbdInteractiveAuthentication": "no",
             "PrintMotd": "no",
+            # The login shell must not run the start-up files of whoever runs the tests.
+            "SetEnv": f"HOME={self.folder}",
         } | self.options
         file = self.folder / "sshd_config"
         file.write_text("".join(f"{key} {value}\n" for key, value in config.items()))
@@ -76,7 +78,9 @@ class Server:
             Path("/run/sshd").mkdir(mode=0o755, exist_ok=True)
         with (self.folder / "log").open("ab") as log:
             self._process = subprocess.Popen(
-                [SSHD, "-D", "-e", "-f", str(file), "-p", str(self.port)], stdin=subprocess.DEVNULL, stderr=log
+                [SSHD, "-D", "-e", "-f", str(file), "-p", str(self.port)],
+                stdin=subprocess.DEVNULL,
+                stderr=log,
             )
         deadline = time.monotonic() + 10
         while time.monotonic() < deadline:
