@@ -1,0 +1,176 @@
+"""AdamW over one flat vector of float32 master weights, and the learning-rate schedule.
+
+A drafter's trained weights live in one flat buffer of the compute dtype, their gradients in a second of the same
+layout: a step then copies, sums, clips and updates one vector instead of dozens of tensors.
+"""
+
+from __future__ import annotations
+
+import math
+from collections.abc import Iterator
+from dataclasses import dataclass
+
+import torch
+from torch import Tensor, nn
+
+EPS = 1e-8
+"""AdamW's epsilon (the paper's default, and PyTorch's)."""
+
+
+@dataclass(frozen=True)
+class Schedule:
+    """Linear warm-up to `peak`, then half a cosine that would reach 0 one step after the last.
+
+    With w = max(1, round(warmup_share * steps)) and n = 1..steps the step's number: peak * n / w up to n = w, then
+    peak * (1 + cos(pi * (n - w) / (steps - w + 1))) / 2. The first step's rate is peak / w, the peak is reached once
+    (step w), and no step has rate 0.
+    """
+
+    peak: float
+    steps: int
+    warmup_share: float
+
+    def rate(self, step: int) -> float:
+        """The rate of the update that makes step number `step` (1-based)."""
+        warm = max(1, round(self.warmup_share * self.steps))
+        if step <= warm:
+            return self.peak * step / warm
+        return self.peak * (1 + math.cos(math.pi * (step - warm) / (self.steps - warm + 1))) / 2
+
+
+class FlatParameters:
+    """The trained weights of a module as one vector, and their gradients as another.
+
+    The module's parameters become views of `weights` [N], their `.grad` views of `gradients` [N] (both in the module's
+    dtype, on its device). Matrices come first, vectors (norms) after them, so that weight decay is a prefix.
+
+    Args:
+        module: its parameters that require gradients are taken; they share one dtype and device.
+    """
+
+    def __init__(self, module: nn.Module) -> None:
+        named = [(name, p) for name, p in module.named_parameters() if p.requires_grad]
+        named.sort(key=lambda item: item[1].dim() < 2)  # stable: the module's order within each kind
+        first = named[0][1]
+        self.layout: dict[str, tuple[int, torch.Size]] = {}
+        offset = 0
+        for name, parameter in named:
+            self.layout[name] = (offset, parameter.shape)
+            offset += parameter.numel()
+        self.decayed = sum(p.numel() for _, p in named if p.dim() >= 2)
+        self.weights = torch.empty(offset, dtype=first.dtype, device=first.device)
+        self.gradients = torch.zeros_like(self.weights)
+        with torch.no_grad():
+            for (name, parameter), view in zip(named, self.split(self.weights).values(), strict=True):
+                view.copy_(parameter)
+                parameter.data = view
+                parameter.grad = self.split(self.gradients)[name]
+
+    def split(self, flat: Tensor) -> dict[str, Tensor]:
+        """Views of a vector [N] of this layout, by parameter name."""
+        return {
+            name: flat[offset : offset + shape.numel()].view(shape)
+            for name, (offset, shape) in self.layout.items()
+        }
+
+    def join(self, named: dict[str, Tensor], flat: Tensor) -> None:
+        """Copy tensors by name into a vector [N] of this layout. Raises KeyError for an absent name."""
+        for name, view in self.split(flat).items():
+            view.copy_(named[name])
+
+
+class MasterAdamW:
+    """AdamW (Loshchilov and Hutter 2019) with decoupled weight decay on matrices only, and global norm clipping.
+
+    Masters and moments are float32, whatever the compute dtype; every update writes the compute weights anew. A
+    gradient with a NaN or inf changes nothing: neither masters, moments nor the count that bias correction uses. That
+    is decided on the device, without asking it.
+
+    Args:
+        flat: the weights to train.
+        clip: bound of the gradient's 2-norm; 0 for none.
+        latch: after the first non-finite gradient, drop every later one too.
+    """
+
+    def __init__(
+        self,
+        flat: FlatParameters,
+        *,
+        betas: tuple[float, float] = (0.9, 0.95),
+        weight_decay: float = 0.0,
+        clip: float = 1.0,
+        latch: bool = False,
+    ) -> None:
+        self.flat = flat
+        self.clip = clip
+        self.latch = latch
+        self.masters = flat.weights.float().clone()
+        self.gradient = torch.zeros_like(self.masters)  # float32 [N]: what `step` consumes
+        self.moments = (torch.zeros_like(self.masters), torch.zeros_like(self.masters))
+        device = self.masters.device
+        self.updates = torch.zeros((), device=device)  # updates made, float32 as PyTorch keeps it
+        self.dropped = torch.zeros((), dtype=torch.int64, device=device)  # gradients not applied
+        self.norm = torch.zeros((), device=device)  # 2-norm of the last gradient, before clipping
+        cut = flat.decayed
+        parts = [part for part in (slice(0, cut), slice(cut, None)) if self.masters[part].numel()]
+        groups = []
+        for part in parts:
+            parameter = nn.Parameter(self.masters[part])
+            parameter.grad = self.gradient[part]
+            groups.append(
+                {"params": [parameter], "weight_decay": weight_decay if part.start == 0 and cut else 0.0}
+            )
+        self._adam = torch.optim.AdamW(groups, lr=0.0, betas=betas, eps=EPS, fused=True)
+        for part, group in zip(parts, groups, strict=True):
+            self._adam.state[group["params"][0]] = {  # type: ignore[index]
+                "step": torch.zeros((), device=device),
+                "exp_avg": self.moments[0][part],
+                "exp_avg_sq": self.moments[1][part],
+            }
+
+    @torch.no_grad()
+    def step(self, rate: float, loss: Tensor | None = None) -> Tensor:
+        """Apply `self.gradient` (changed in place by clipping) at learning rate `rate`.
+
+        A non-finite `loss` [] drops the update as a non-finite gradient does. Returns whether this step's gradient or
+        loss was non-finite, a bool [] on the device.
+        """
+        self.norm = torch.linalg.vector_norm(self.gradient)
+        bad = ~torch.isfinite(self.norm)
+        if loss is not None:
+            bad = bad | ~torch.isfinite(loss)
+        drop = bad | (self.dropped > 0) if self.latch else bad
+        self.dropped += drop
+        if self.clip > 0:
+            self.gradient.mul_((self.clip / (self.norm + 1e-6)).clamp(max=1.0))
+        for group in self._adam.param_groups:
+            group["lr"] = rate
+        self._adam.found_inf = drop.float()  # type: ignore[attr-defined]  # the fused kernel's own gate
+        self._adam.step()
+        self.updates += ~drop
+        self.flat.weights.copy_(self.masters)
+        return bad
+
+    def state(self) -> Iterator[tuple[str, dict[str, Tensor]]]:
+        """The masters, then both moments, by parameter name: what a checkpoint keeps beside `updates`."""
+        yield "masters", self.flat.split(self.masters)
+        yield "exp_avg", self.flat.split(self.moments[0])
+        yield "exp_avg_sq", self.flat.split(self.moments[1])
+
+    @torch.no_grad()
+    def load(
+        self,
+        masters: dict[str, Tensor],
+        exp_avg: dict[str, Tensor] | None = None,
+        exp_avg_sq: dict[str, Tensor] | None = None,
+        updates: int = 0,
+    ) -> None:
+        """Take over weights, and moments where given. Raises KeyError for a parameter that is not there."""
+        self.flat.join(masters, self.masters)
+        for moment, named in zip(self.moments, (exp_avg, exp_avg_sq), strict=True):
+            if named is not None:
+                self.flat.join(named, moment)
+        self.updates.fill_(updates)
+        for state in self._adam.state.values():
+            state["step"].fill_(updates)
+        self.flat.weights.copy_(self.masters)

@@ -1,0 +1,163 @@
+"""The workers of a run as a group: one fails, all stop, and the reason is told once."""
+
+from __future__ import annotations
+
+import contextlib
+import faulthandler
+import os
+import sys
+import threading
+import time
+import traceback
+from collections.abc import Callable
+
+from trainer.events import Events
+from trainer.pipeline.channel import Stopped
+from trainer.runtime.devices import Device
+
+JOIN_SECONDS = 10.0
+"""How long workers have to leave once a run stops; one that is still there then is hung."""
+
+
+class Crew:
+    """Who works in this run, whether it is ending, and why.
+
+    Args:
+        events: where a failure is reported, by the thread that failed.
+        plain: errors that are the user's to mend (a missing file, a wrong setting), told without a traceback.
+    """
+
+    def __init__(self, events: Events, *, plain: tuple[type[BaseException], ...] = ()) -> None:
+        self.events = events
+        self.failure: BaseException | None = None
+        self.failed_step = 0
+        self._plain = plain
+        self._workers: list[Worker] = []
+        self._closers: list[Callable[[], None]] = []
+        self._changed = threading.Condition()
+        self._stopping = False
+        self._begun = False
+
+    @property
+    def stopping(self) -> bool:
+        return self._stopping
+
+    def add(self, worker: Worker) -> None:
+        self._workers.append(worker)
+        worker.start()
+
+    def on_stop(self, close: Callable[[], None]) -> None:
+        """Call `close` once when the run stops: it wakes whoever waits on a channel, a barrier or a queue."""
+        with self._changed:
+            if not self._stopping:
+                self._closers.append(close)
+                return
+        close()
+
+    def stop(self) -> None:
+        """End the run: every worker leaves at its next wait."""
+        with self._changed:
+            self._stopping = True
+            closers, self._closers = self._closers, []
+            self._changed.notify_all()
+        for close in closers:
+            close()
+
+    def fail(self, name: str, device: str, step: int, error: BaseException) -> None:
+        """Record and report the first failure, and stop all; later ones follow from it and stay silent."""
+        with self._changed:
+            first = self.failure is None and not self._stopping
+            if first:
+                self.failure, self.failed_step = error, step
+        if first:
+            plain = isinstance(error, self._plain)
+            if not plain:
+                text = "".join(traceback.format_exception(type(error), error, error.__traceback__))
+                print(
+                    f"Exception in thread {name} ({device}, step {step}):\n{text}",
+                    end="",
+                    file=sys.stderr,
+                    flush=True,
+                )
+            what = str(error) if plain else f"{type(error).__name__}: {error}"
+            self.events.failed(worker=name, device=device, step=step, error=what.strip())
+        self.stop()
+
+    def check(self) -> None:
+        """Raise Stopped when the run is ending."""
+        if self._stopping:
+            raise Stopped
+
+    def wait(self, done: Callable[[], bool]) -> None:
+        """Wait until `done()`; workers call `changed` when it may have become true. Raises Stopped when a run ends."""
+        with self._changed:
+            self._changed.wait_for(lambda: self._stopping or done())
+        self.check()
+
+    def begin(self) -> None:
+        """Let the workers that wait for it go on: everyone is ready."""
+        with self._changed:
+            self._begun = True
+            self._changed.notify_all()
+
+    def wait_for_begin(self) -> None:
+        self.wait(lambda: self._begun)
+
+    def changed(self) -> None:
+        with self._changed:
+            self._changed.notify_all()
+
+    def join(self, seconds: float = JOIN_SECONDS) -> list[Worker]:
+        """Wait for all to leave, `seconds` in all; returns those that did not."""
+        deadline = time.monotonic() + seconds
+        for worker in self._workers:
+            worker.join(max(0.0, deadline - time.monotonic()))
+        return [worker for worker in self._workers if worker.is_alive()]
+
+    def leave_hung(self, hung: list[Worker], code: int) -> None:
+        """End the process although threads hang: say which, dump every stack, flush, exit without them."""
+        names = ", ".join(f"{worker.name} on {worker.device}" for worker in hung)
+        print(
+            f"error: {names} did not stop within {JOIN_SECONDS:.0f} s; leaving without",
+            file=sys.stderr,
+            flush=True,
+        )
+        faulthandler.dump_traceback(all_threads=True)
+        with contextlib.suppress(OSError, ValueError):
+            sys.stdout.flush()
+        os._exit(code)
+
+
+class Worker(threading.Thread):
+    """One thread with one device. Subclasses do their work in `work` and keep `at_step` current.
+
+    Args:
+        crew: the group it belongs to; an exception in `work` goes there.
+        name: "target-0", "drafter-1": the thread's name, also in stack dumps.
+        device: where it computes; current in the thread, with a stream of its own on CUDA.
+    """
+
+    def __init__(self, crew: Crew, name: str, device: Device) -> None:
+        super().__init__(name=name, daemon=True)
+        self.crew = crew
+        self.device = device
+        self.at_step = 0
+        self.ready = False
+
+    def work(self) -> None:
+        raise NotImplementedError
+
+    def run(self) -> None:
+        try:
+            with self.device.entered():
+                self.work()
+        except Stopped:
+            pass
+        except BaseException as error:  # whatever it is, a thread must not die alone
+            self.crew.fail(self.name, str(self.device), self.at_step, error)
+        finally:
+            self.crew.changed()
+
+    def announce_ready(self) -> None:
+        self.ready = True
+        self.crew.changed()

@@ -1,0 +1,212 @@
+"""Drafter workers: each trains its own replica on its own batches; once a step they share gradients."""
+
+from __future__ import annotations
+
+import time
+from typing import Any, Protocol
+
+import torch
+from torch import Tensor
+from torch._dynamo.exc import RecompileError
+
+from trainer.modeling.drafter import Drafter
+from trainer.modeling.losses import LossOutput, block_loss
+from trainer.optim import FlatParameters, MasterAdamW, Schedule
+from trainer.pipeline.channel import Channel
+from trainer.pipeline.crew import Crew, Worker
+from trainer.pipeline.exchange import Exchange, Share
+from trainer.pipeline.plan import Course, Plan
+from trainer.pipeline.targets import Delivery, DrafterBatch
+from trainer.runtime import compile
+from trainer.runtime.devices import Device
+
+
+class Lead(Protocol):
+    """What drafter 0 does for all after each step."""
+
+    def after_step(self, step: int, worker: DrafterWorker) -> None: ...
+
+
+class Start:
+    """Where replicas begin: the same weights and optimizer state for all.
+
+    Args:
+        state: masters, exp_avg, exp_avg_sq by name, from a checkpoint; empty for a new run.
+        updates: optimizer updates behind that state.
+    """
+
+    def __init__(self, state: dict[str, dict[str, Tensor]] | None = None, updates: int = 0) -> None:
+        self.state = state or {}
+        self.updates = updates
+
+
+def draft(drafter: Drafter, embedding: Tensor, batch: DrafterBatch) -> Tensor:
+    """The drafter's output for every block, `[B, A, K, D]`. A block's input is its anchor token, then K-1 masks."""
+    size = drafter.config.block_size
+    first = embedding[batch.tokens][:, :, None]
+    masks = embedding[drafter.config.mask_token_id].expand(*batch.tokens.shape, size - 1, -1)
+    context = drafter.fuse(batch.features)
+    return drafter(context, torch.cat((first, masks), 2), batch.anchors, batch.valid, batch.lengths)
+
+
+class DrafterWorker(Worker):
+    """Builds and warms up one replica, then trains it step by step.
+
+    Args:
+        embedding, head: the target's, `[V, D]`, on any device; copied to this one.
+        lead: called after each step, for drafter 0 only.
+
+    Attributes:
+        totals: float64 [3] on the device, since the last `take_totals`: loss, acceptance length, and the number of
+            finite steps they are summed over.
+        nonfinite: int64 [2] on the device: non-finite steps since the run (or its resumption) began, and the number of
+            the first one that `take_nonfinite` has not told of.
+    """
+
+    def __init__(
+        self,
+        crew: Crew,
+        index: int,
+        plan: Plan,
+        course: Course,
+        channel: Channel[Delivery],
+        exchange: Exchange,
+        start: Start,
+        embedding: Tensor,
+        head: Tensor,
+        lead: Lead | None,
+    ) -> None:
+        super().__init__(crew, f"drafter-{index}", Device(plan.drafter_devices[index]))
+        self.index = index
+        self.at_step = plan.first
+        self.finished = False
+        self.compiled = compile.wanted(plan.config.runtime, self.device.torch)
+        self._plan = plan
+        self._course = course
+        self._channel = channel
+        self._exchange = exchange
+        self._start_state = start
+        self._sources = (embedding, head)
+        self._lead = lead
+        train = plan.config.train
+        self._schedule = Schedule(train.learning_rate, plan.steps, train.warmup_share)
+
+    def work(self) -> None:
+        with compile.WARM_UP:
+            began = time.monotonic()
+            self._build()
+            for length in self._plan.batches.buckets.lengths:
+                self.crew.check()
+                self._warm_up(length)
+            self.flat.gradients.zero_()
+            self.device.mark().wait()
+            seconds = time.monotonic() - began
+        self.crew.events.drafter_ready(
+            index=self.index, device=str(self.device), seconds=seconds, compiled=self.compiled
+        )
+        self.announce_ready()
+        self.crew.wait_for_begin()
+        compile.refuse_recompiles()
+        marks = [self.device.mark()] * 2
+        step = self._plan.first
+        while step < self._course.last:
+            step += 1
+            self.at_step = step
+            self._step(step)
+            marks.append(self.device.mark())
+            marks.pop(0).wait()  # at most two steps are queued on the device
+            if self._lead is not None:
+                self._lead.after_step(step, self)
+        self.device.mark().wait()
+        self.finished = True
+
+    def _build(self) -> None:
+        plan, device = self._plan, self.device.torch
+        dtype = plan.dtype(device)
+        drafter = Drafter(plan.shape, seed=plan.config.train.seed)
+        initial = {name: p.detach().clone() for name, p in drafter.named_parameters()}
+        self.drafter = drafter.to(device, dtype)
+        self.flat = FlatParameters(self.drafter)
+        train = plan.config.train
+        self.optimizer = MasterAdamW(
+            self.flat,
+            betas=(train.adam_beta1, train.adam_beta2),
+            weight_decay=train.weight_decay,
+            clip=train.clip,
+            latch=train.nonfinite == "stop",
+        )
+        self.optimizer.load(
+            **{"masters": initial, **self._start_state.state}, updates=self._start_state.updates
+        )
+        self.embedding, self.head = (source.to(device, dtype) for source in self._sources)
+        self.totals = torch.zeros(3, dtype=torch.float64, device=device)
+        self.nonfinite = torch.zeros(2, dtype=torch.int64, device=device)
+        shapes = len(plan.batches.buckets.lengths) * plan.drafters
+        self._forward: Any = compile.compiled(draft, shapes) if self.compiled else draft
+
+    def _warm_up(self, length: int) -> None:
+        """Forward and backward in the shape of one bucket, with made-up data: compiles, and proves the memory."""
+        plan, device = self._plan, self.device.torch
+        rows, count, size = plan.config.train.batch_size, plan.anchors(length), plan.shape.block_size
+        width = len(plan.shape.target_layer_ids) * plan.shape.hidden_size
+        tokens = torch.zeros(rows, count, dtype=torch.int64, device=device)
+        valid = torch.ones(rows, count, dtype=torch.bool, device=device)
+        labels = torch.zeros(rows, count, size - 1, dtype=torch.int64, device=device)
+        batch = DrafterBatch(
+            features=torch.zeros(rows, length, width, dtype=plan.dtype(device), device=device),
+            tokens=tokens,
+            anchors=torch.arange(count, device=device).expand(rows, count).contiguous(),
+            valid=valid,
+            lengths=torch.full((rows,), length, dtype=torch.int64, device=device),
+            labels=labels,
+            labels_valid=torch.ones_like(labels, dtype=torch.bool),
+        )
+        self._loss(batch).loss.backward()
+
+    def _loss(self, batch: DrafterBatch) -> LossOutput:
+        train = self._plan.config.train
+        try:
+            hidden = self._forward(self.drafter, self.embedding, batch)
+        except RecompileError as error:
+            what = f"a batch of {tuple(batch.features.shape)} with {batch.anchors.shape[1]} blocks a row"
+            raise compile.named(error, what) from error
+        return block_loss(
+            hidden,
+            self.head,
+            batch.labels,
+            batch.labels_valid,
+            kind=train.loss,
+            gamma=train.gamma,
+            alpha=train.dpace_alpha,
+        )
+
+    def _step(self, step: int) -> None:
+        """One optimizer step, of which this worker has one batch. Never asks the device for a value."""
+        delivery = self._channel.get(self.index)
+        batch = DrafterBatch(*(self.device.fetch(tensor, delivery.mark) for tensor in delivery.batch))
+        self.flat.gradients.zero_()
+        out = self._loss(batch)
+        out.loss.backward()
+        metrics = torch.stack((out.loss.detach().float(), out.eal.float()))
+        share = Share(self.flat.gradients, metrics, self.device.mark())
+        mean = self._exchange.average(self.index, self.device, step, share, self.optimizer.gradient)
+        bad = self.optimizer.step(self._schedule.rate(step), mean[0])
+        counted = torch.cat((mean, torch.ones_like(mean[:1])))
+        self.totals += torch.where(bad, 0.0, counted)
+        first = torch.where(bad & (self.nonfinite[1] == 0), step, self.nonfinite[1])
+        self.nonfinite.copy_(torch.stack((self.nonfinite[0] + bad, first)))
+
+    def take_totals(self) -> tuple[float, float]:
+        """Mean loss and acceptance length since the last call (NaN where no step was finite). Waits for the device."""
+        loss, length, steps = self.totals.tolist()
+        self.totals.zero_()
+        return (loss / steps, length / steps) if steps else (float("nan"), float("nan"))
+
+    def take_nonfinite(self) -> tuple[int, int]:
+        """Non-finite steps so far, and the first one since the last call (0: none). Waits for the device."""
+        count, first = self.nonfinite.tolist()
+        self.nonfinite[1] = 0
+        return count, first
+
+    def rate(self, step: int) -> float:
+        return self._schedule.rate(step)

@@ -1,0 +1,80 @@
+"""Where drafter workers meet once a step: they average gradients, and learn together whether to go on."""
+
+from __future__ import annotations
+
+import threading
+from collections.abc import Callable
+from typing import NamedTuple
+
+import torch
+from torch import Tensor
+
+from trainer.pipeline.channel import Stopped
+from trainer.runtime.devices import Device, Mark
+
+
+class Share(NamedTuple):
+    """What one drafter worker brings to a step."""
+
+    gradients: Tensor  # [N], compute dtype, on its device
+    metrics: Tensor  # float32 [M], on its device
+    mark: Mark  # when both are complete
+
+
+class Exchange:
+    """Averages over D drafter workers, always summed in the order 0..D-1, in float32: every worker gets the same bits.
+
+    Args:
+        size: D.
+        decide: called once a step with the step's number, by one worker while the others wait; what it decides is
+            decided for all.
+    """
+
+    def __init__(self, size: int, decide: Callable[[int], None]) -> None:
+        self._size = size
+        self._decide = decide
+        self._shares: list[Share | None] = [None] * size
+        self._taken: list[Mark | None] = [None] * size
+        self._step = 0
+        self._brought = threading.Barrier(size)
+        self._read = threading.Barrier(size, action=lambda: self._decide(self._step))
+
+    @torch.no_grad()
+    def average(self, index: int, device: Device, step: int, share: Share, out: Tensor) -> Tensor:
+        """Bring a share; the averaged gradient is written to `out` float32 [N], the averaged metrics are returned.
+
+        When it returns, the share's tensors may be overwritten by later work of this worker. Raises Stopped.
+        """
+        self._shares[index] = share
+        self._step = step
+        self._meet(self._brought)
+        metrics = torch.zeros_like(share.metrics)
+        for other, theirs in enumerate(self._shares):
+            assert theirs is not None
+            gradients = device.fetch(theirs.gradients, theirs.mark)
+            if other == 0:
+                out.copy_(gradients)
+            else:
+                out.add_(gradients)
+            metrics += device.fetch(theirs.metrics, theirs.mark)
+        if self._size > 1:
+            out.div_(self._size)
+            metrics /= self._size
+        self._taken[index] = device.mark()
+        self._meet(self._read)
+        for mark in self._taken:
+            assert mark is not None
+            device.after(mark)
+        return metrics
+
+    def abort(self) -> None:
+        """Wake everyone who waits here, now and later, with Stopped."""
+        self._brought.abort()
+        self._read.abort()
+
+    @staticmethod
+    def _meet(barrier: threading.Barrier) -> None:
+        try:
+            barrier.wait()
+        except threading.BrokenBarrierError:
+            raise Stopped from None

@@ -1,0 +1,129 @@
+"""What drafter 0 does for all after a step: read the metrics, tell of them, save checkpoints."""
+
+from __future__ import annotations
+
+import dataclasses
+import time
+from collections.abc import Callable
+from pathlib import Path
+from typing import Any
+
+from trainer import checkpoint
+from trainer.events import Events
+from trainer.pipeline.drafters import DrafterWorker
+from trainer.pipeline.plan import Course, Plan
+
+
+class NonFinite(ArithmeticError):
+    """The loss or the gradient is NaN or inf, and the run is to stop on that."""
+
+
+class Reporter:
+    """Steps to events, at the first step, every `log_every` and the last; checkpoints as configured.
+
+    Args:
+        waits: seconds that target and drafter workers have waited for one another so far, summed over threads.
+        settings: `checkpoint.settings` of the run.
+        nonfinite: non-finite steps before this run was resumed.
+    """
+
+    def __init__(
+        self,
+        events: Events,
+        plan: Plan,
+        course: Course,
+        run_dir: Path,
+        waits: Callable[[], tuple[float, float]],
+        settings: dict[str, Any],
+        nonfinite: int = 0,
+    ) -> None:
+        self._events = events
+        self._plan = plan
+        self._course = course
+        self._run_dir = run_dir
+        self._waits = waits
+        self._settings = settings
+        self._nonfinite = nonfinite
+        self._since: tuple[float, int, tuple[float, float]] = (time.monotonic(), plan.first, (0.0, 0.0))
+
+    def begin(self) -> None:
+        """The steps begin now: times count from here."""
+        self._since = (time.monotonic(), self._plan.first, self._waits())
+
+    def after_step(self, step: int, worker: DrafterWorker) -> None:
+        """Raises NonFinite, CheckpointError."""
+        train = self._plan.config.train
+        last = step == self._course.last
+        save = last or (train.checkpoint_every > 0 and step % train.checkpoint_every == 0)
+        if not (save or step % train.log_every == 0 or step == self._plan.first + 1):
+            return
+        count = self._check_finite(step, worker)
+        self._tell(step, worker)
+        if save:
+            self._save(step, worker, count)
+
+    def _check_finite(self, step: int, worker: DrafterWorker) -> int:
+        """Non-finite steps so far. Raises NonFinite where there is one and the run is to stop on it."""
+        count, first = worker.take_nonfinite()
+        count += self._nonfinite
+        if first:
+            stop = self._plan.config.train.nonfinite == "stop"
+            action = "stopping" if stop else "not applied, going on"
+            self._events.nonfinite(step=first, what="loss or gradient", action=action, count=count)
+            if stop:
+                raise NonFinite(
+                    f"the loss or its gradient became NaN or inf at step {first}; the weights are as before it and "
+                    f'nothing was saved since. Lower train.learning_rate, or set train.nonfinite = "skip"'
+                )
+        return count
+
+    def _tell(self, step: int, worker: DrafterWorker) -> None:
+        loss, length = worker.take_totals()
+        plan, now, waits = self._plan, time.monotonic(), self._waits()
+        then, step_then, waits_then = self._since
+        self._since = (now, step, waits)
+        seconds = max(now - then, 1e-9)
+        shares = [
+            min(1.0, (after - before) / seconds / threads)
+            for after, before, threads in zip(waits, waits_then, (plan.targets, plan.drafters), strict=True)
+        ]
+        steps = step - step_then
+        self._events.step(
+            step=step,
+            steps=plan.steps,
+            epoch=plan.epoch(step),
+            loss=loss,
+            eal=length,
+            lr=worker.rate(step),
+            grad_norm=worker.optimizer.norm.item(),
+            samples_per_s=steps * plan.drafters * plan.batches.batch_size / seconds,
+            step_s=seconds / steps,
+            target_wait=shares[0],
+            drafter_wait=shares[1],
+        )
+
+    def _save(self, step: int, worker: DrafterWorker, nonfinite: int) -> None:
+        plan = self._plan
+        began = time.monotonic()
+        path = checkpoint.save(
+            self._run_dir,
+            step,
+            worker.optimizer.state(),
+            plan.shape.to_zlab(),
+            {
+                "run_id": self._run_dir.name,
+                "position": {"batches": step * plan.drafters, "epoch": plan.epoch(step)},
+                "rng": {"seed": plan.config.train.seed, "state": "a function of (seed, epoch, row)"},
+                "counters": {
+                    "updates": int(worker.optimizer.updates.item()),
+                    "nonfinite": nonfinite,
+                    "samples": step * plan.drafters * plan.batches.batch_size,
+                },
+                "settings": self._settings,
+                "config": dataclasses.asdict(plan.config),
+            },
+            plan.config.train.keep,
+        )
+        self._events.checkpoint(step=step, path=str(path), seconds=time.monotonic() - began)
+        # saving is not part of a step's time
+        self._since = (self._since[0] + time.monotonic() - began, *self._since[1:])

@@ -1,0 +1,52 @@
+"""Compilation of a drafter's step: serial, before training, and never during it."""
+
+from __future__ import annotations
+
+import threading
+from collections.abc import Callable
+from typing import Any
+
+import torch
+import torch._dynamo.config
+from torch._dynamo.exc import RecompileError
+
+from trainer.config import RuntimeConfig
+
+WARM_UP = threading.Lock()
+"""Held by the one worker of the process that compiles: PyTorch's compiler keeps state of the whole process."""
+
+
+def wanted(runtime: RuntimeConfig, device: torch.device) -> bool:
+    """Whether a drafter's step is compiled on `device`."""
+    return runtime.compile == "on" or (runtime.compile == "auto" and device.type == "cuda")
+
+
+def compiled(function: Callable[..., Any], variants: int) -> Callable[..., Any]:
+    """`function` compiled in the default mode, for fixed shapes.
+
+    Call it in the thread that will use it (the compiler's settings are a thread's own in newer releases). Modes with
+    CUDA graph trees are not used: their state is one thread's, and autograd runs the backward in another.
+
+    Args:
+        variants: how many shapes, over all workers, will be compiled.
+    """
+    settings: Any = torch._dynamo.config
+    settings.recompile_limit = max(settings.recompile_limit, variants + 8)
+    settings.accumulated_recompile_limit = max(settings.accumulated_recompile_limit, 4 * variants + 256)
+    return torch.compile(function, dynamic=False)
+
+
+def refuse_recompiles(refuse: bool = True) -> None:
+    """From now on a compilation in this thread is an error (in the whole process in PyTorch before 2.12)."""
+    torch._dynamo.config.error_on_recompile = refuse
+
+
+class UnplannedShape(RuntimeError):
+    """A worker met a shape that the warm-up had not compiled."""
+
+
+def named(error: RecompileError, what: str) -> UnplannedShape:
+    """The error that names the shape, instead of the compiler's list of guards (kept as its cause)."""
+    return UnplannedShape(
+        f"{what} was not compiled during warm-up; a worker must not compile while others train: {error}"
+    )

@@ -1,0 +1,121 @@
+"""Devices of workers: names, checks, streams, and copies between them that keep their order."""
+
+from __future__ import annotations
+
+import contextlib
+import os
+from collections.abc import Iterator
+
+import torch
+from torch import Tensor
+
+from trainer.config import ConfigError
+
+
+def check(name: str) -> torch.device:
+    """The device that a config value names. Raises ConfigError when it is unknown or absent."""
+    try:
+        device = torch.device(name)
+    except RuntimeError as error:
+        raise ConfigError(f"devices: `{name}` is not a device; use cpu or cuda:0, cuda:1, ...") from error
+    if device.type == "cpu":
+        return torch.device("cpu")
+    if device.type != "cuda":
+        raise ConfigError(f"devices: `{name}` is not supported; use cpu or cuda:0, cuda:1, ...")
+    count = torch.cuda.device_count() if torch.cuda.is_available() else 0
+    index = device.index or 0
+    if index >= count:
+        have = f"cuda:0 to cuda:{count - 1}" if count else "no CUDA device"
+        raise ConfigError(f"devices: `{name}` is not there; this machine has {have}")
+    return torch.device("cuda", index)
+
+
+def intra_op_threads(workers: int, configured: int = 0) -> int:
+    """Threads of one CPU operation: as configured, else the cores this process may use, shared by the workers."""
+    if configured:
+        return configured
+    try:
+        cores = len(os.sched_getaffinity(0))
+    except AttributeError:  # macOS
+        cores = os.cpu_count() or 1
+    limit = os.environ.get("OMP_NUM_THREADS", "")
+    if limit.isdigit() and int(limit) > 0:
+        cores = min(cores, int(limit))
+    return max(1, cores // workers)
+
+
+class Device:
+    """A worker's own view of a device: on CUDA with a stream for its work and one per peer device for copies.
+
+    Everything a worker computes runs on its stream, in the order it was issued; `Mark` and `fetch` are the only ways
+    across. On the CPU all of it is immediate.
+    """
+
+    def __init__(self, device: torch.device) -> None:
+        self.torch = device
+        self.cuda = device.type == "cuda"
+        self._stream = torch.cuda.Stream(device) if self.cuda else None
+        self._peers: dict[torch.device, torch.cuda.Stream] = {}
+
+    def __str__(self) -> str:
+        return str(self.torch)
+
+    @contextlib.contextmanager
+    def entered(self) -> Iterator[None]:
+        """Make the device and its stream current in this thread, and the former ones afterwards."""
+        if self._stream is None:
+            yield
+            return
+        with torch.cuda.device(self.torch), torch.cuda.stream(self._stream):
+            yield
+
+    def mark(self) -> Mark:
+        """A point in this worker's stream: everything issued so far."""
+        return Mark(self._stream)
+
+    def after(self, mark: Mark) -> None:
+        """Let this worker's later work wait for `mark`, on the device; the thread goes on."""
+        if self._stream is not None and mark.event is not None:
+            self._stream.wait_event(mark.event)
+
+    def fetch(self, source: Tensor, mark: Mark) -> Tensor:
+        """`source` for use on this device, in this worker's stream, complete once `mark` has passed.
+
+        On the same device the tensor itself; else a copy, made by the hardware without the host.
+        """
+        if self._stream is None:
+            if source.device.type != "cpu":
+                mark.wait()
+            return source.to(self.torch)
+        if source.device == self.torch:
+            self.after(mark)
+            source.record_stream(self._stream)  # its memory stays until this stream has passed its last use
+            return source
+        if source.device.type == "cpu":
+            return source.to(self.torch, non_blocking=True)
+        # PyTorch copies on the source device's current stream, and lets ours wait for it.
+        peer = self._peers.get(source.device)
+        if peer is None:
+            peer = self._peers[source.device] = torch.cuda.Stream(source.device)
+        with torch.cuda.stream(peer):
+            if mark.event is not None:
+                peer.wait_event(mark.event)
+            target = torch.empty(source.shape, dtype=source.dtype, device=self.torch)
+            target.copy_(source, non_blocking=True)
+            source.record_stream(peer)
+        return target
+
+
+class Mark:
+    """A point in a stream that other streams, or the host, can wait for. On the CPU it has always passed."""
+
+    def __init__(self, stream: torch.cuda.Stream | None) -> None:
+        self.event: torch.cuda.Event | None = None
+        if stream is not None:
+            self.event = torch.cuda.Event(blocking=True)
+            self.event.record(stream)
+
+    def wait(self) -> None:
+        """Let the host wait."""
+        if self.event is not None:
+            self.event.synchronize()

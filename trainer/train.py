@@ -1,0 +1,204 @@
+"""python -m trainer train: a run from its configuration to its exit code."""
+
+from __future__ import annotations
+
+import argparse
+import hashlib
+import json
+import os
+import platform
+import sys
+import time
+from pathlib import Path
+
+import torch
+
+from trainer import checkpoint
+from trainer.checkpoint import Checkpoint, CheckpointError
+from trainer.config import Config, ConfigError, load, resolve
+from trainer.data.batches import BatchPlan
+from trainer.data.buckets import plan_buckets
+from trainer.data.dataset import Dataset
+from trainer.data.errors import DataError
+from trainer.events import Events
+from trainer.modeling.layout import DrafterConfig
+from trainer.modeling.target import Target, load_config, load_tokenizer
+from trainer.pipeline.channel import Stopped
+from trainer.pipeline.crew import Crew
+from trainer.pipeline.drafters import Start
+from trainer.pipeline.lead import NonFinite, Reporter
+from trainer.pipeline.plan import Course, Plan, steps_of
+from trainer.pipeline.training import Training
+from trainer.runtime import devices
+from trainer.runtime.signals import Interrupted, Signals
+
+PLAIN = (ConfigError, DataError, CheckpointError, NonFinite)
+"""Errors that a person mends: one message, no traceback (unless DFLASH_DEBUG=1)."""
+
+
+def add_arguments(parser: argparse.ArgumentParser) -> None:
+    parser.add_argument("--config", required=True, type=Path, metavar="F", help="the run's TOML file")
+    parser.add_argument(
+        "--run-dir", required=True, type=Path, metavar="DIR", help="where events and checkpoints go"
+    )
+    parser.add_argument(
+        "--resume", default="", metavar="DIR_or_RUN", help="go on from a checkpoint, a run folder or a run id"
+    )
+
+
+def run(args: argparse.Namespace) -> int:
+    """Train. Returns the exit code: 0 finished, 1 failed, 143 or 130 stopped by SIGTERM or SIGINT."""
+    run_dir: Path = args.run_dir.absolute()
+    try:
+        run_dir.mkdir(parents=True, exist_ok=True)
+        events = Events(run_dir / "events.jsonl", sys.stdout)
+    except OSError as error:
+        print(f"error: --run-dir {run_dir}: {error.strerror}", file=sys.stderr)
+        return 1
+    crew = Crew(events, plain=() if os.environ.get("DFLASH_DEBUG") == "1" else PLAIN)
+    with Signals().installed() as signals:
+        job = Run(args.config, run_dir, args.resume, crew, signals)
+        status, code = "failed", 1
+        try:
+            job.go()
+            status, code = "finished", 0
+        except Stopped:  # a worker failed, and has said so
+            pass
+        except Interrupted as error:
+            print(f"{error}: stopping", file=sys.stderr, flush=True)
+        except Exception as error:
+            crew.fail("main", "host", job.step, error)
+        crew.stop()
+        if signals.received and crew.failure is None:
+            status, code = "stopped", signals.exit_code
+        hung = crew.join()
+        events.end(status=status, step=crew.failed_step or job.step)
+        if hung:
+            crew.leave_hung(hung, code)
+        events.close()
+    return code
+
+
+class Run:
+    """One run in the order that people and dflashctl see: dataset, buckets, targets, drafters, steps, evaluation."""
+
+    def __init__(self, config: Path, run_dir: Path, resume: str, crew: Crew, signals: Signals) -> None:
+        self._config_path = config
+        self._run_dir = run_dir
+        self._resume = resume
+        self._crew = crew
+        self._signals = signals
+        self._course: Course | None = None
+        self._done = 0
+
+    @property
+    def step(self) -> int:
+        """The last step that the run has reached, for reports."""
+        return self._done
+
+    def go(self) -> None:
+        """Raises Stopped, Interrupted, and the errors of what it does itself."""
+        config = load(self._config_path)
+        target_devices = tuple(map(devices.check, config.devices.targets))
+        drafter_devices = tuple(map(devices.check, config.devices.drafters))
+        workers = len(target_devices) + len(drafter_devices)
+        torch.set_num_threads(devices.intra_op_threads(workers, config.devices.cpu_threads))
+        found = self._find_checkpoint()
+        self._done = found.step if found else 0
+        self._crew.events.start(
+            run_id=self._run_dir.name,
+            torch=torch.__version__,
+            python=platform.python_version(),
+            topology=_topology(config),
+            seed=config.train.seed,
+            resumed_step=self._done,
+        )
+        dataset, batches = self._open_data(config)
+        settings = checkpoint.settings(config, fingerprint(dataset))
+        start = Start()
+        if found is not None:
+            checkpoint.refuse_differences(found, settings)
+            start = restored(found)
+        plan = Plan(
+            config=config,
+            dataset=dataset,
+            batches=batches,
+            shape=self._shape(config),
+            target_devices=target_devices,
+            drafter_devices=drafter_devices,
+            first=self._done,
+            steps=steps_of(config, batches.batches_per_epoch, len(drafter_devices)),
+        )
+        self._train(plan, start, settings, found.record["counters"]["nonfinite"] if found else 0)
+
+    def _train(self, plan: Plan, start: Start, settings: dict[str, object], nonfinite: int) -> None:
+        from transformers.utils import logging
+
+        logging.disable_progress_bar()  # bars of T loading targets, in a log
+        course = Course(plan.steps)
+        path = self._path(plan.config.target.model)
+        training = Training(
+            self._crew,
+            plan,
+            course,
+            start,
+            lambda device: Target.load(path, device, plan.config.target.dtype, plan.shape.target_layer_ids),
+        )
+        reporter = Reporter(
+            self._crew.events, plan, course, self._run_dir, training.channel.waits, settings, nonfinite
+        )
+        training.load_targets()
+        training.start_drafters(reporter)
+        with self._signals.deferred(course.request_stop):
+            reporter.begin()
+            training.train()
+        self._done = course.last
+
+    def _find_checkpoint(self) -> Checkpoint | None:
+        if not self._resume:
+            return None
+        return checkpoint.find(
+            self._resume, self._run_dir.parent, lambda line: print(line, file=sys.stderr, flush=True)
+        )
+
+    def _open_data(self, config: Config) -> tuple[Dataset, BatchPlan]:
+        events, train = self._crew.events, config.train
+        began = time.monotonic()
+        dataset = Dataset.open(self._path(config.data.path))
+        events.dataset(samples=len(dataset), seconds=time.monotonic() - began)
+        buckets = plan_buckets(dataset.lengths, config.data.bucket_count, config.data.max_length)
+        events.buckets(buckets=buckets.report(), padding=buckets.padding)
+        return dataset, BatchPlan(dataset.lengths, buckets, train.batch_size, train.seed)
+
+    def _shape(self, config: Config) -> DrafterConfig:
+        path = self._path(config.target.model)
+        tokenizer = load_tokenizer(path) if config.drafter.mask_token_id < 0 else None
+        return DrafterConfig.for_target(load_config(path), config.drafter, tokenizer)
+
+    def _path(self, name: str) -> Path:
+        return resolve(name, self._config_path.absolute().parent)
+
+
+def restored(found: Checkpoint) -> Start:
+    """Where the replicas of a resumed run begin."""
+    first, second = found.moments()
+    state = {"masters": found.masters(), "exp_avg": first, "exp_avg_sq": second}
+    return Start(state, found.record["counters"]["updates"])
+
+
+def fingerprint(dataset: Dataset) -> str:
+    """Tells datasets apart by size, every row's length, and the first and last rows; quick for millions of rows."""
+    digest = hashlib.sha256(dataset.lengths.tobytes())
+    digest.update(json.dumps([dataset.meta["bytes"], dataset.meta["samples"]]).encode())
+    for row in (0, len(dataset) - 1):
+        ids, mask = dataset.row(row)
+        digest.update(ids.tobytes() + mask.tobytes())
+    return digest.hexdigest()[:16]
+
+
+def _topology(config: Config) -> str:
+    sides = (("target", config.devices.targets), ("drafter", config.devices.drafters))
+    return ", ".join(
+        f"{len(names)} {what}{'s' if len(names) != 1 else ''} on {' '.join(dict.fromkeys(names))}"
+        for what, names in sides
+    )
