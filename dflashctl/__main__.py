@@ -1,0 +1,5 @@
+"""`python -m dflashctl`."""
+
+from dflashctl.cli.app import main
+
+main()

@@ -1,0 +1,97 @@
+"""Registers the commands; the one funnel through which errors reach a person and an exit code."""
+
+from __future__ import annotations
+
+import os
+import sys
+from typing import NoReturn
+
+import typer
+
+from dflashctl.cli import launch, logs, ls, status, stop
+from dflashctl.errors import DflashError, ExitCode
+
+HELP = """Train DFlash drafters on your own GPUs: launch, watch and diagnose runs.
+
+RUN defaults to the newest run of the default host; the default host is this machine until a hosts.toml
+says otherwise.
+
+Exit codes: 0 healthy, finished or done; 1 error; 2 usage; 3 the run failed; 4 stalled or degraded;
+5 still warming up; 6 no such run, host or container; 7 unreachable; 8 container problem;
+9 preflight failed; 130 Ctrl-C.
+"""
+
+app = typer.Typer(
+    name="dflashctl",
+    help=HELP,
+    no_args_is_help=True,
+    # rich help costs 40 to 60 ms a call (measured), more than half of the budget for --help
+    rich_markup_mode=None,
+    pretty_exceptions_enable=False,
+    context_settings={"help_option_names": ["-h", "--help"], "max_content_width": 100},
+)
+app.command("launch")(launch.launch)
+app.command("status")(status.status)
+app.command("logs")(logs.logs)
+app.command("stop")(stop.stop)
+app.command("ls")(ls.ls)
+
+ClickException = typer.BadParameter.__mro__[2]
+"""click's own, which typer vendors since 0.26: this name is right on both sides of that change."""
+
+
+def _version(asked: bool) -> None:
+    if asked:
+        from dflashctl import __version__
+
+        print(f"dflashctl {__version__}")
+        raise typer.Exit
+
+
+@app.callback()
+def options(
+    version: bool = typer.Option(
+        False, "--version", callback=_version, is_eager=True, help="Print the version."
+    ),
+) -> None:
+    """Options before the command."""
+
+
+def main() -> NoReturn:
+    """Run the command line and exit with its code."""
+    code = run(sys.argv[1:])
+    try:
+        sys.stdout.flush()
+    except BrokenPipeError:
+        _silence(sys.stdout.fileno())
+    sys.exit(code)
+
+
+def run(args: list[str]) -> int:
+    """Run one command line; every error becomes a message on stderr and an exit code."""
+    from dflashctl.render import errors
+
+    try:
+        return int(app(args=args, prog_name="dflashctl", standalone_mode=False) or ExitCode.OK)
+    except DflashError as error:
+        errors.show(error)
+        return int(error.exit_code)
+    except ClickException as error:  # type: ignore[misc]  # a class, found at run time
+        error.show()
+        return int(error.exit_code)
+    except (KeyboardInterrupt, typer.Abort):
+        return int(ExitCode.INTERRUPTED)
+    except BrokenPipeError:
+        # the reader of our output has seen enough (`| head`): not an error
+        _silence(sys.stdout.fileno())
+        return int(ExitCode.OK)
+    except Exception as error:
+        if os.environ.get("DFLASH_DEBUG"):
+            raise
+        errors.show_unexpected(error)
+        return int(ExitCode.ERROR)
+
+
+def _silence(fd: int) -> None:
+    """Point a broken stdout at nothing, so that the interpreter's last flush stays quiet."""
+    os.dup2(os.open(os.devnull, os.O_WRONLY), fd)

@@ -1,0 +1,27 @@
+"""Shell completion, from local data only: the hosts file and the runs that this laptop has seen."""
+
+from __future__ import annotations
+
+import typer
+
+
+def hosts(ctx: typer.Context, incomplete: str) -> list[str]:
+    """Names of the hosts file that applies here."""
+    import os
+    from pathlib import Path
+
+    from dflashctl import config
+    from dflashctl.errors import DflashError
+
+    try:
+        known = config.load(ctx.params.get("hosts"), os.environ, Path.cwd())
+    except DflashError:
+        return []  # completion is no place for errors; the command itself reports them
+    return [host.name for host in known if host.name.startswith(incomplete)]
+
+
+def runs(incomplete: str) -> list[str]:
+    """Runs remembered by earlier commands, newest first."""
+    from dflashctl.cli import seen
+
+    return [run for run in seen.load() if run.startswith(incomplete)]

@@ -1,0 +1,63 @@
+"""Where screens go: a stream, its width, may it be coloured. Colour only supports what the words say."""
+
+from __future__ import annotations
+
+import os
+import sys
+from collections.abc import Iterable, Mapping
+from dataclasses import dataclass
+from typing import TextIO
+
+COLUMNS = 100
+"""Screens fit this many columns, in a pipe too."""
+
+STYLES = {"bold": "1", "dim": "2", "red": "31", "green": "32", "yellow": "33", "cyan": "36"}
+
+
+@dataclass
+class Terminal:
+    """One output stream.
+
+    columns: at most COLUMNS; what the terminal has where it is narrower. live: lines may be rewritten in place.
+    """
+
+    stream: TextIO
+    colour: bool = False
+    columns: int = COLUMNS
+    live: bool = False
+
+    @classmethod
+    def of(cls, stream: TextIO, environ: Mapping[str, str] = os.environ) -> Terminal:
+        """Judge a stream by NO_COLOR, FORCE_COLOR, CLICOLOR_FORCE, TERM and whether it is a terminal."""
+        tty = stream.isatty()
+        dumb = environ.get("TERM") == "dumb"
+        forced = any(environ.get(name, "") not in ("", "0") for name in ("FORCE_COLOR", "CLICOLOR_FORCE"))
+        colour = not environ.get("NO_COLOR") and (forced or (tty and not dumb))
+        columns = COLUMNS
+        if tty:
+            try:
+                columns = max(40, min(COLUMNS, os.get_terminal_size(stream.fileno()).columns))
+            except (OSError, ValueError):
+                columns = COLUMNS
+        return cls(stream, colour, columns, tty and not dumb)
+
+    def style(self, value: str, *names: str) -> str:
+        """Colour words. Widths must be taken before."""
+        if not self.colour or not value:
+            return value
+        return f"\x1b[{';'.join(STYLES[n] for n in names)}m{value}\x1b[0m"
+
+    def print(self, lines: str | Iterable[str] = "") -> None:
+        """Write lines at once, flushed. Characters that the stream can't encode are replaced."""
+        block = lines if isinstance(lines, str) else "\n".join(lines)
+        encoding = self.stream.encoding or "utf-8"
+        self.stream.write(block.encode(encoding, "replace").decode(encoding) + "\n")
+        self.stream.flush()
+
+
+def stdout() -> Terminal:
+    return Terminal.of(sys.stdout)
+
+
+def stderr() -> Terminal:
+    return Terminal.of(sys.stderr)

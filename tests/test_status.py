@@ -1,0 +1,358 @@
+"""The judge: one snapshot, one verdict."""
+
+import copy
+import json
+import math
+from pathlib import Path
+
+import pytest
+from hypothesis import given, settings
+from hypothesis import strategies as st
+
+from dflashctl.errors import ExitCode
+from dflashctl.snapshot import Snapshot
+from dflashctl.status import EXIT_CODES, judge, stall_limit
+
+FIXTURES = {
+    p.stem: json.loads(p.read_text()) for p in (Path(__file__).parent / "render/snapshots").glob("*.json")
+}
+
+
+def snap(name, **parts):
+    """A fixture with parts changed: `state__signal="SIGKILL"` sets state.signal."""
+    made = copy.deepcopy(FIXTURES[name])
+    for path, value in parts.items():
+        *above, last = path.split("__")
+        place = made
+        for key in above:
+            place = place[key]
+        place[last] = value
+    return made
+
+
+def phases(made, **events):
+    made["events"]["phases"].update(events)
+    return made
+
+
+@pytest.mark.parametrize(
+    ("name", "state", "phase", "code"),
+    [
+        ("warming", "warming", "targets", 5),
+        ("training", "training", "training", 0),
+        ("stalled", "stalled", "training", 4),
+        ("degraded", "degraded", "training", 4),
+        ("silent-supervisor", "training", "training", 0),
+        ("failed", "failed", "drafters", 3),
+        ("oom", "failed", "targets", 3),
+        ("killed", "failed", "training", 3),
+        ("lost", "lost", "training", 3),
+        ("stopped", "stopped", "training", 0),
+        ("finished", "finished", "saving", 0),
+    ],
+)
+def test_state_phase_and_code_of_each_fixture(name, state, phase, code):
+    verdict = judge(FIXTURES[name])
+    assert (verdict.state, verdict.phase, verdict.exit_code) == (state, phase, code)
+
+
+def test_every_state_has_the_documented_exit_code():
+    states = ["launching", "warming", "training", "evaluating", "stalled", "degraded", "finished", "failed", "stopped", "lost"]
+    assert sorted(EXIT_CODES) == sorted(states)
+
+
+@pytest.mark.parametrize(
+    ("after", "state"), [(0, "training"), (55, "training"), (58, "stalled"), (600, "stalled")]
+)
+def test_stall_floor_is_sixty_seconds_after_the_last_step(after, state):
+    # the fixture's last step is 3 s old, a step takes 1.8 s, steps are told every 18 s, saving took 11.2 s
+    made = snap("training")
+    del made["events"]["phases"]["checkpoint"]
+    made["now"] += after
+    made["state"]["updated"] += after
+    assert judge(made).state == state
+
+
+def test_stall_limit_is_ten_median_steps_of_the_run_itself():
+    made = snap("training")
+    del made["events"]["phases"]["checkpoint"]
+    for i, step in enumerate(made["events"]["steps"]):
+        step["step_s"] = 1000.0 if i == 0 else 30.0  # one slow step, a compile say, does not count
+    assert stall_limit(Snapshot.parse(made)) == 300.0
+
+
+def test_stall_limit_allows_for_rare_step_events_and_for_saving():
+    made = snap("training")
+    for i, step in enumerate(made["events"]["steps"]):
+        step["t"] = made["now"] - (49 - i) * 180.0
+    assert stall_limit(Snapshot.parse(made)) == pytest.approx(3 * 180 + 3 * 11.2)
+
+
+def test_a_checkpoint_or_an_evaluation_after_the_last_step_is_progress():
+    made = snap("stalled")
+    made["events"]["phases"]["checkpoint"]["t"] = made["now"] - 5
+    assert judge(made).state == "training"
+
+
+def test_the_first_step_alone_gives_no_pace_to_be_judged_by():
+    made = snap("training")
+    made["events"]["steps"] = made["events"]["steps"][-1:]
+    del made["events"]["phases"]["checkpoint"]
+    made["now"] += 110
+    assert judge(made).state == "training"
+    made["now"] += 10
+    assert judge(made).state == "stalled"
+
+
+def test_evaluation_has_its_own_window():
+    made = snap("stalled")
+    began = made["now"] - 570
+    phases(made, evaluating=[{"t": began, "event": "evaluating", "what": "trained", "prompts": 40}])
+    assert judge(made).state == "evaluating"
+    assert judge(made).exit_code == ExitCode.OK
+    made["now"] += 31
+    verdict = judge(made)
+    assert (verdict.state, verdict.phase) == ("stalled", "evaluating")
+
+
+def test_evaluating_the_untrained_drafter_proves_nothing():
+    made = snap("finished")
+    made["state"].update(status="running", ended=None, exit_code=None)
+    made["process"] = {"alive": True}
+    made["events"].update(steps=[], last=None)
+    for name in ("end", "checkpoint", "evaluation"):
+        del made["events"]["phases"][name]
+    made["events"]["phases"]["evaluating"] = made["events"]["phases"]["evaluating"][:1]
+    made["now"] = made["state"]["started"] + 20
+    verdict = judge(made)
+    assert (verdict.state, verdict.phase, verdict.exit_code, verdict.decided) == (
+        "warming",
+        "evaluating",
+        5,
+        False,
+    )
+
+
+@pytest.mark.parametrize(
+    ("after", "log_age", "state"),
+    [
+        (299, 200, "warming"),  # inside the window silence says nothing
+        (301, 200, "stalled"),
+        (301, 10, "warming"),  # over it, but the log grows
+        (901, 10, "stalled"),  # a log that only repeats itself does not help for ever
+    ],
+)
+def test_silence_is_judged_by_the_window_of_its_phase(after, log_age, state):
+    made = snap("warming")
+    begun = made["events"]["last"]["t"]
+    made["now"] = made["state"]["updated"] = begun + after
+    made["log"]["mtime"] = made["now"] - log_age
+    assert judge(made).state == state
+
+
+def test_reading_from_disk_keeps_a_silent_phase_alive():
+    made = snap("warming")
+    made["now"] = made["state"]["updated"] = made["events"]["last"]["t"] + 310
+    made["log"]["mtime"] = made["now"] - 300
+    earlier = copy.deepcopy(made)
+    earlier["now"] -= 2
+    earlier["process"]["io_read_bytes"] -= 620_000_000
+    verdict = judge(made, Snapshot.parse(earlier))
+    assert verdict.state == "warming"
+    assert "310 MB/s" in verdict.advice
+    assert judge(made).state == "stalled"
+
+
+def test_a_profile_window_overrides_the_default():
+    made = snap("warming")
+    made["manifest"]["warmup"]["targets"] = 50.0
+    made["log"]["mtime"] = made["now"] - 90
+    assert judge(made).state == "stalled"
+
+
+def test_oom_kill_is_told_from_kill_nine():
+    assert judge(snap("oom")).diagnosis.class_ == "cgroup-oom"
+    killed = judge(snap("killed"))
+    assert killed.diagnosis.class_ == "killed"
+    assert judge(snap("killed", state__oom_kills=2)).diagnosis.class_ != "killed"
+
+
+@pytest.mark.parametrize(
+    ("change", "state", "code"),
+    [
+        ({"exit_code": 143}, "stopped", 0),
+        ({"exit_code": None, "signal": "SIGTERM"}, "stopped", 0),
+        ({"exit_code": None, "signal": "SIGKILL", "killed_after_grace": True}, "stopped", 0),
+        ({"exit_code": 0}, "stopped", 0),
+        ({"exit_code": 143, "stop_requested": None}, "stopped", 3),  # not as asked
+        ({"exit_code": None, "signal": "SIGTERM", "stop_requested": None}, "stopped", 3),
+        ({"exit_code": None, "signal": "SIGSEGV", "stop_requested": None}, "failed", 3),
+    ],
+)
+def test_stops(change, state, code):
+    made = snap("stopped")
+    made["state"].update(change)
+    verdict = judge(made)
+    assert (verdict.state, verdict.exit_code) == (state, code)
+
+
+def test_a_crash_while_stopping_is_a_failure():
+    made = snap("stopped")
+    made["state"]["exit_code"] = 1
+    del made["events"]["phases"]["end"]
+    made["events"]["last"] = made["events"]["steps"][-1]
+    assert judge(made).state == "failed"
+    assert "while it was being stopped" in judge(made).reason
+
+
+def test_exit_zero_before_the_last_step_is_no_finish():
+    made = snap("training")
+    made["state"].update(status="exited", exit_code=0, ended=made["now"])
+    made["process"] = {"alive": False}
+    assert judge(made).state == "failed"
+    made["events"]["last"] = {"t": made["now"], "event": "end", "status": "finished", "step": 4210}
+    assert judge(made).state == "finished"
+
+
+def test_reboots_of_container_and_host_are_told_apart():
+    assert judge(snap("lost")).reason.startswith("the container was rebooted")
+    assert judge(snap("lost", boot="other-boot:812")).reason.startswith("the host was rebooted")
+
+
+def test_a_recycled_boot_never_makes_an_ended_run_lost():
+    assert judge(snap("finished", boot="other-boot:1")).state == "finished"
+
+
+def test_a_process_without_supervisor_or_exit_is_lost():
+    made = snap("training")
+    made["process"] = {"alive": False, "trainer_alive": False, "supervisor_alive": False, "pid": 41822}
+    verdict = judge(made)
+    assert (verdict.state, verdict.exit_code) == ("lost", 3)
+    assert "41822" in verdict.reason
+
+
+def test_an_exit_that_is_being_recorded_settles_first():
+    made = snap("training")
+    made["process"] = {"alive": True, "trainer_alive": False, "supervisor_alive": True, "pid": 41822}
+    verdict = judge(made)
+    assert (verdict.settling, verdict.decided) == (True, False)
+
+
+def test_a_start_that_failed_says_why():
+    made = snap("warming")
+    made["state"].update(status="exited", error="[Errno 2] No such file or directory: '/opt/venv/bin/python'")
+    verdict = judge(made)
+    assert verdict.state == "failed"
+    assert "/opt/venv/bin/python" in verdict.reason
+
+
+@pytest.mark.parametrize(("age", "state"), [(1, "launching"), (100, "lost")])
+def test_a_run_without_record(age, state):
+    made = snap("warming", state=None)
+    made["now"] = made["manifest"]["created"] + age
+    assert judge(made).state == state
+
+
+@pytest.mark.parametrize(("age", "words"), [(10, "the run is ending"), (300, "yet the process lives on")])
+def test_a_failed_worker_in_a_live_process(age, words):
+    made = snap("training")
+    failed = {"t": made["now"] - age, "event": "failed", "worker": "drafter 1", "device": "cuda:6", "step": 9}
+    verdict = judge(phases(made, failed=[{**failed, "error": "boom"}]))
+    assert (verdict.state, verdict.exit_code) == ("failed", 3)
+    assert verdict.reason.startswith("drafter 1 on cuda:6 failed: boom")
+    assert words in verdict.reason
+    assert verdict.advice.startswith("dflashctl stop")
+
+
+@pytest.mark.parametrize("loss", [math.nan, math.inf])
+def test_a_loss_that_is_not_finite_degrades(loss):
+    made = snap("training")
+    made["events"]["steps"][-1]["loss"] = loss
+    assert judge(made).state == "degraded"
+
+
+def test_old_nonfinite_values_are_a_note():
+    made = snap("degraded")
+    made["events"]["phases"]["nonfinite"]["step"] = 12
+    verdict = judge(made)
+    assert verdict.state == "training"
+    assert any("step 12" in note for note in verdict.notes)
+
+
+def test_an_old_heartbeat_is_said():
+    notes = judge(FIXTURES["silent-supervisor"]).notes
+    assert any("silent for 95 s" in note for note in notes)
+    assert not judge(FIXTURES["training"]).notes
+
+
+def test_work_lost_is_counted_from_the_last_checkpoint():
+    verdict = judge(FIXTURES["killed"])
+    assert "step 4,000, 210 steps" in verdict.work
+    assert "--resume qwen3-8b-1129-1554" in verdict.work
+
+
+@pytest.mark.parametrize("name", sorted(FIXTURES))
+def test_a_missing_part_never_hides_the_verdict_of_the_record(name):
+    made = snap(name)
+    for part in ("gpus", "disk", "cgroup", "runs_known"):
+        made.pop(part)
+    assert judge(made).state == judge(FIXTURES[name]).state
+
+
+def paths(value, at=()):
+    yield at
+    items = (
+        value.items()
+        if isinstance(value, dict)
+        else enumerate(value[:2] + value[-1:])
+        if isinstance(value, list)
+        else ()
+    )
+    for key, child in items:
+        yield from paths(child, (*at, key))
+
+
+PATHS = {name: [p for p in paths(made) if p] for name, made in FIXTURES.items()}
+GARBAGE = st.one_of(
+    st.none(),
+    st.booleans(),
+    st.integers(),
+    st.floats(),
+    st.text(max_size=5),
+    st.just([]),
+    st.just({}),
+    st.lists(st.none(), max_size=2),
+    st.just({"unread": "why"}),
+    st.just(10**400),
+)
+
+
+@settings(max_examples=300, deadline=None)
+@given(st.data())
+def test_judge_never_raises_whatever_is_dropped_or_mistyped(data):
+    name = data.draw(st.sampled_from(sorted(FIXTURES)))
+    made = copy.deepcopy(FIXTURES[name])
+    for _ in range(data.draw(st.integers(1, 6))):
+        *above, last = data.draw(st.sampled_from(PATHS[name]))
+        place = made
+        for key in above:
+            try:
+                place = place[key]
+            except (KeyError, IndexError, TypeError):
+                break
+        if not isinstance(place, (dict, list)) or (isinstance(place, list) and not isinstance(last, int)):
+            continue
+        if data.draw(st.booleans()) and isinstance(place, dict):
+            place.pop(last, None)
+        elif isinstance(place, dict) or last < len(place):
+            place[last] = data.draw(GARBAGE)
+    previous = Snapshot.parse(FIXTURES[name]) if data.draw(st.booleans()) else None
+    verdict = judge(made, previous)
+    assert verdict.state in EXIT_CODES
+    assert verdict.exit_code in (0, 3, 4, 5)
+    assert verdict.reason
+
+
+@given(GARBAGE)
+def test_judge_never_raises_on_no_snapshot_at_all(made):
+    assert judge(Snapshot.parse(made)).state in EXIT_CODES
