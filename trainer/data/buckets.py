@@ -40,9 +40,10 @@ class Buckets:
         ]
 
 
-def plan_buckets(lengths: np.ndarray, count: int, max_length: int, multiple: int = 64) -> Buckets:
+def plan_buckets(lengths: np.ndarray, count: int, max_length: int, multiple: int = 0) -> Buckets:
     """At most `count` padded lengths, multiples of `multiple` or `max_length` itself, that pad least.
 
+    `multiple` 0 is the smallest of 16, 32, 64, 128 that leaves at most 64 lengths to choose from.
     Exact: dynamic programming over the histogram of lengths, O(count * (max_length / multiple)^2). Of equally
     good choices the one with the fewest buckets. Rows longer than `max_length` count as cut to it.
 
@@ -50,6 +51,7 @@ def plan_buckets(lengths: np.ndarray, count: int, max_length: int, multiple: int
     """
     if len(lengths) == 0 or int(lengths.min()) < 1:
         raise ValueError("buckets need at least one row, and rows at least one token")
+    multiple = multiple or next((m for m in (16, 32, 64) if m * 64 >= max_length), 128)
     cut = np.minimum(lengths, max_length).astype(np.int64)
     edge = np.minimum(-(-cut // multiple) * multiple, max_length)
     # An optimal boundary is the upper edge of an occupied bin: a higher one only pads more.

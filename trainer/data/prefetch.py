@@ -17,7 +17,7 @@ from trainer.data.dataset import Dataset
 class Prepared(NamedTuple):
     """All that one training batch needs from the data."""
 
-    index: int  # global batch index k
+    k: int  # global batch index
     epoch: int
     batch: Batch
     anchors: Anchors
@@ -26,8 +26,8 @@ class Prepared(NamedTuple):
 class Prefetcher:
     """Iterates over `indices` (global batches) in order, with up to `depth` batches read ahead by one thread.
 
-    An exception in the thread is raised where its batch would have come. Leaving the `with` block stops the thread,
-    also when it waits for room.
+    An exception in the thread is raised where its batch would have come. Leaving the `with` block stops the
+    thread, also when it waits for room.
 
     Args:
         dataset: where rows are read.

@@ -58,3 +58,11 @@ def test_padding_is_least(lengths, count, max_length, multiple):
 def test_nothing_to_put_into_buckets(lengths):
     with pytest.raises(ValueError, match="at least one"):
         plan_buckets(np.array(lengths, dtype=np.int32), 4, 64)
+
+
+@pytest.mark.parametrize(
+    ("max_length", "multiple"), [(320, 16), (1024, 16), (1025, 32), (3072, 64), (9000, 128)]
+)
+def test_the_multiple_follows_the_longest_length(max_length, multiple):
+    lengths = np.arange(1, max_length, dtype=np.int32)
+    assert plan_buckets(lengths, 5, max_length) == plan_buckets(lengths, 5, max_length, multiple)

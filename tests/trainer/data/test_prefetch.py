@@ -16,7 +16,7 @@ from trainer.data.prefetch import Prefetcher
 COUNT, BLOCK = 5, 4
 
 
-@pytest.fixture()
+@pytest.fixture
 def data(tmp_path):
     generator = np.random.default_rng(0)
     with DatasetWriter(tmp_path / "d") as writer:
@@ -37,9 +37,9 @@ def test_items_come_in_order_and_equal_those_made_by_hand(data):
     with Prefetcher(dataset, plan, indices, count=COUNT, block_size=BLOCK) as prefetcher:
         items = list(prefetcher)
         assert list(prefetcher) == []  # an ended iteration doesn't hang
-    assert [item.index for item in items] == list(indices)
+    assert [item.k for item in items] == list(indices)
     for item in items:
-        rows = plan.batch(item.index)
+        rows = plan.batch(item.k)
         batch = collate(dataset, rows.rows, rows.length)
         anchors = draw_anchors(batch.loss_mask, batch.lengths, COUNT, BLOCK, rows.rows, 3, rows.epoch)
         assert item.epoch == rows.epoch
@@ -68,7 +68,7 @@ def test_an_exception_comes_after_the_batches_before_it(data):
     prefetcher = Prefetcher(dataset, plan, [0, 1, -1, 2], count=COUNT, block_size=BLOCK)
     seen = []
     with prefetcher, pytest.raises(IndexError, match="batch -1"):
-        seen.extend(item.index for item in prefetcher)
+        seen.extend(item.k for item in prefetcher)
     assert seen == [0, 1]
     assert list(prefetcher) == []
     assert threads() == []
@@ -84,7 +84,7 @@ def test_close_ends_an_iteration_in_another_thread(data):
 
     prefetcher = Prefetcher(dataset, plan, indices(), count=COUNT, block_size=BLOCK)
     seen = []
-    consumer = threading.Thread(target=lambda: seen.extend(item.index for item in prefetcher))
+    consumer = threading.Thread(target=lambda: seen.extend(item.k for item in prefetcher))
     consumer.start()
     while not seen:
         time.sleep(0.01)
