@@ -1,15 +1,12 @@
 """The anchor-block mask and the two ways to attend under it.
 
 Queries are the blocks of a row laid end to end, `[block 0 | block 1 | ...]`; keys are the context followed
-by the same
-block tokens. A query of a block sees context keys strictly before the block's anchor, and every key of its
-own block in
-both directions. Blocks never see one another, and queries of an invalid block see nothing (their output is
-zero).
+by the same block tokens. A query of a block sees context keys strictly before the block's anchor, and every
+key of its own block in both directions. Blocks never see one another, and queries of an invalid block see
+nothing (their output is zero).
 
 The anchor's own context key stays hidden because at inference the anchor is the last token sampled: the
-target has not
-yet run on it, so its feature does not exist.
+target has not yet run on it, so its feature does not exist.
 """
 
 from __future__ import annotations

@@ -9,9 +9,8 @@ from typing import Any
 from trainer.config import DrafterSection
 from trainer.modeling import ModelError
 
-# What a published config.json may say that changes nothing for us. Any other key is refused: silently
-# dropping a feature
-# of a drafter ruins its acceptance without a word.
+# What a published config.json may say beside our fields; the values of some are checked. Any other key is
+# refused: silently dropping a feature of a drafter ruins its acceptance without a word.
 HARMLESS = frozenset(
     {
         "_name_or_path",
@@ -55,21 +54,20 @@ def target_layer_ids(num_layers: int, count: int) -> tuple[int, ...]:
     "after layer id".
 
     The feature of id i is `hidden_states[i + 1]` of Hugging Face's `output_hidden_states` (whose index 0 is
-    the embedding).
-    Rule of the published drafters. Raises ModelError when there are too few layers.
+    the embedding). Rule of the published drafters. Raises ModelError when there are too few layers.
     """
+    if count == 1:
+        return (num_layers // 2,)
     if num_layers < 4:
         raise ModelError(
             f"the layer rule needs a target of at least 4 layers, this one has {num_layers}; "
             "name the layers in drafter.target_layer_ids"
         )
-    if count == 1:
-        return (num_layers // 2,)
     ids = tuple(round(1 + i * (num_layers - 4) / (count - 1)) for i in range(count))
     if len(set(ids)) != count:
         raise ModelError(
-            f"a target of {num_layers} layers has no {count} layers to read by the rule (it gives {list(ids)}); "
-            f"lower drafter.feature_layers to at most {num_layers - 3}"
+            f"a target of {num_layers} layers has no {count} layers to read by the rule "
+            f"(it gives {list(ids)}); lower drafter.feature_layers to at most {num_layers - 3}"
         )
     return ids
 
@@ -97,27 +95,22 @@ class DrafterConfig:
     eos_token_id: int | None = None
 
     def __post_init__(self) -> None:
+        ids, layers = self.target_layer_ids, self.num_target_layers
+        heads, shared = self.num_attention_heads, self.num_key_value_heads
+        mask, rows = self.mask_token_id, self.vocab_size
         rules = [
             (self.block_size >= 2, f"block_size {self.block_size} must be at least 2"),
             (self.num_hidden_layers >= 1, "num_hidden_layers must be at least 1"),
-            (
-                self.num_attention_heads % self.num_key_value_heads == 0,
-                f"{self.num_attention_heads} heads can't share {self.num_key_value_heads} key-value heads evenly",
-            ),
+            (heads % shared == 0, f"{heads} heads can't share {shared} key-value heads evenly"),
             (self.head_dim % 2 == 0, f"head_dim {self.head_dim} must be even"),
+            (0 <= mask < rows, f"mask_token_id {mask} is not a row of the embedding (0..{rows - 1})"),
             (
-                0 <= self.mask_token_id < self.vocab_size,
-                f"mask_token_id {self.mask_token_id} is not a row of the embedding (0..{self.vocab_size - 1})",
+                mask not in (self.bos_token_id, self.eos_token_id),
+                f"mask_token_id {mask} is the begin or end token; it must be a token that no text uses",
             ),
             (
-                self.mask_token_id not in (self.bos_token_id, self.eos_token_id),
-                f"mask_token_id {self.mask_token_id} is the begin or end token; it must be a token no text uses",
-            ),
-            (
-                len(self.target_layer_ids) >= 1
-                and all(0 <= i < self.num_target_layers for i in self.target_layer_ids)
-                and list(self.target_layer_ids) == sorted(set(self.target_layer_ids)),
-                f"target_layer_ids {list(self.target_layer_ids)} must rise and lie in 0..{self.num_target_layers - 1}",
+                len(ids) >= 1 and all(0 <= i < layers for i in ids) and list(ids) == sorted(set(ids)),
+                f"target_layer_ids {list(ids)} must rise and lie in 0..{layers - 1}",
             ),
         ]
         for ok, message in rules:

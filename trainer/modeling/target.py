@@ -101,10 +101,10 @@ class Target:
         path, device = Path(path), torch.device(device)
         dtype = resolve_dtype(dtype, device)
         with _LOADING, _explained(path):
-            model: Any
-            model, found = AutoModelForCausalLM.from_pretrained(
+            loaded: Any = AutoModelForCausalLM.from_pretrained(
                 **_source(path), dtype=dtype, output_loading_info=True
             )
+            model, found = loaded
         faults = [n for key in ("missing_keys", "mismatched_keys", "error_msgs") for n in found.get(key, ())]
         if faults:  # Hugging Face would leave random numbers there and warn
             raise ModelError(
@@ -125,8 +125,7 @@ class Target:
         don't run.
 
         Rows are padded on the right. Attention is causal, so the features of real tokens don't depend on
-        the padding
-        and no mask is needed; the features of padding are set to zero when `lengths` is given.
+        the padding and no mask is needed; the features of padding are set to zero when `lengths` is given.
 
         Args:
             input_ids: `[B, S]`.

@@ -119,7 +119,8 @@ def test_invalid_blocks_give_zeros_and_no_nan_in_either_direction() -> None:
     out.sum().backward()
     assert torch.equal(out, torch.zeros_like(out))
     for name, part in parts.items():
-        assert part.grad is not None and torch.equal(part.grad, torch.zeros_like(part)), name
+        assert part.grad is not None, name
+        assert torch.equal(part.grad, torch.zeros_like(part)), name
 
 
 @pytest.mark.gpu

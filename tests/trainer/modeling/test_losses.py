@@ -89,7 +89,8 @@ def test_a_batch_without_a_valid_slot_costs_nothing_and_teaches_nothing(kind: st
     out = block_loss(hidden, head, labels, torch.zeros_like(valid), kind)
     out.loss.backward()
     assert (out.loss.item(), float(out.weight), float(out.ce_mean), float(out.eal)) == (0, 0, 0, 1)
-    assert hidden.grad is not None and torch.equal(hidden.grad, torch.zeros_like(hidden))
+    assert hidden.grad is not None
+    assert torch.equal(hidden.grad, torch.zeros_like(hidden))
 
 
 def test_averaging_by_weight_gives_the_loss_of_the_whole() -> None:
