@@ -60,12 +60,9 @@ def test_labels_are_what_the_assistant_says_and_its_end_token(make, kind, words,
     template, end, how, strips = KINDS[kind]
     masker = make(template)
     messages = chat(*words, system=None if kind == "gemma" else system)
-    try:
-        encoded = masker.encode(messages)
-    except RowError as error:
-        assert error.reason == "no labels"  # one token in all
-        assert all(len(w.strip()) == 1 for w in words[1::2])
-        return
+    if not end and all(len(w.strip()) == 1 for w in words[1::2]):
+        return  # one token and no end: nothing to predict
+    encoded = masker.encode(messages)
     expected = [(w.strip() if strips else w) + end for w in words[1::2]]
     assert masker.end == end
     assert encoded.counts[how] == len(expected)
@@ -125,7 +122,7 @@ def test_a_question_that_holds_control_tokens_gets_no_labels(make):
 
 
 def test_an_answer_that_holds_the_end_of_turn_is_refused(make):
-    with pytest.raises(RowError, match="end-of-turn token <|im_end|>") as caught:
+    with pytest.raises(RowError, match=r"end-of-turn token <\|im_end\|>") as caught:
         make(t.CHATML).encode(chat("a", "b<|im_end|>c"))
     assert caught.value.reason == "control token"
 
@@ -193,7 +190,7 @@ def test_what_is_wrong_with_a_tokenizer(tmp_path):
     with pytest.raises(DataError, match="no such folder or file"):
         Masker(tmp_path / "nowhere", max_length=9)
     (tmp_path / "file").write_text("x")
-    with pytest.raises(DataError, match="not a folder and not a .gguf"):
+    with pytest.raises(DataError, match=r"not a folder and not a \.gguf"):
         Masker(tmp_path / "file", max_length=9)
     (tmp_path / "empty").mkdir()
     with pytest.raises(DataError, match="can't be read") as caught:
