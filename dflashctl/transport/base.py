@@ -207,17 +207,23 @@ def _ended(channel: Channel) -> bool:
     return True
 
 
-_NO_PROGRAM = re.compile(
-    r"(?:env|sudo|bash|sh|zsh|ash|dash)(?:: line \d+|: \d+)?: [‘'\"]?(?P<name>[^:‘’'\"]+)[’'\"]?: "
-    r"(?P<why>No such file or directory|Permission denied|(?:command )?not found)"
+_WHY = r"(?P<why>no such file or directory|permission denied|(?:unknown command|(?:command )?not found))"
+_NO_PROGRAM = (
+    # env, sudo and most shells; busybox says "can't execute"
+    re.compile(
+        r"(?:env|sudo|-?(?:ba|da|a|k)?sh)(?:: line \d+|: \d+)?: (?:can't execute )?[‘'\"]?(?P<name>[^:‘’'\"\n]+)[’'\"]?: "
+        + _WHY,
+        re.IGNORECASE,
+    ),
+    re.compile(r"(?:zsh:\d+|fish): " + _WHY + r": (?P<name>\S+)", re.IGNORECASE),
 )
 
 
 def explain_program(result: Result, label: str) -> DflashError:
     """What can be said of a program that failed on `label` from its stderr alone."""
     text = result.stderr.decode("utf-8", "replace").strip()
-    if found := _NO_PROGRAM.search(text):
-        why = "can't be run (permission denied)" if found["why"] == "Permission denied" else "does not exist"
+    if found := next(filter(None, (pattern.search(text) for pattern in _NO_PROGRAM)), None):
+        why = "can't be run (permission denied)" if found["why"].lower() == "permission denied" else "does not exist"
         return PreflightError(
             f"{found['name']} {why} on {label}",
             hint="set `python` of this host in hosts.toml to the absolute path of a Python 3.9+ there",

@@ -12,7 +12,8 @@ import time
 from collections.abc import Sequence
 
 from dflashctl.errors import PreflightError
-from dflashctl.transport.base import WRITE_STALL, Channel, Tail, Transport
+from dflashctl.transport import base
+from dflashctl.transport.base import Channel, Tail, Transport
 
 CHUNK = 64 * 1024
 CLOSE_GRACE = 0.5
@@ -99,8 +100,8 @@ class LocalChannel(Channel):
                 raise BrokenPipeError("stdin is closed")
             selector.register(self._stdin, selectors.EVENT_WRITE)
             while view:
-                if not selector.select(WRITE_STALL):
-                    raise TimeoutError(f"the program took nothing from its stdin for {WRITE_STALL:g} s")
+                if not selector.select(base.WRITE_STALL):
+                    raise TimeoutError(f"the program took nothing from its stdin for {base.WRITE_STALL:g} s")
                 try:
                     view = view[os.write(self._stdin.fileno(), view[:CHUNK]) :]
                 except BlockingIOError:

@@ -300,7 +300,7 @@ class SshChannel(Channel):
 
     @property
     def stderr(self) -> bytes:
-        if self._channel.closed:
+        if self._channel.eof_received or self._channel.closed:  # all has come, and is about to be in the tail
             self._drainer.join(0.2)
         return self._tail.value()
 
