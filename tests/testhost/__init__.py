@@ -8,5 +8,6 @@ with Lab() as lab:
 from tests.testhost.container import Container
 from tests.testhost.lab import Lab, leftovers, unavailable
 from tests.testhost.node import Node
+from tests.testhost.proxy import FaultyProxy
 
-__all__ = ["Container", "Lab", "Node", "leftovers", "unavailable"]
+__all__ = ["Container", "FaultyProxy", "Lab", "Node", "leftovers", "unavailable"]

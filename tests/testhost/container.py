@@ -34,6 +34,7 @@ lxc.environment = TERM=linux
 lxc.cgroup.dir.container = {cgroup}/payload
 lxc.cgroup.dir.monitor = {cgroup}/monitor
 lxc.cgroup.dir.monitor.pivot = {cgroup}/pivot
+lxc.hook.post-stop = {lxcpath}/post-stop
 lxc.mount.entry = {base}/machine{workspace} workspace none bind,create=dir 0 0
 """
 PVE_CONFIG = """\
@@ -65,7 +66,7 @@ class Container:
         self.workspace = node.workspaces / str(vmid)
         self.cgroup = f"dflashctl-testhost-{node.token}/{node.name}-{vmid}"
 
-    def create(self, binds: Sequence[str], *, nesting: bool) -> None:
+    def create(self, binds: Sequence[tuple[str, str]], *, nesting: bool) -> None:
         node = self.node
         self.workspace.mkdir()
         upper = node.root / f"{self._home}/upper".lstrip("/")
@@ -103,19 +104,19 @@ class Container:
         (upper / "etc/hostname").write_text(self.hostname + "\n")
         (upper / "etc/hosts").write_text(f"127.0.0.1 localhost\n127.0.1.1 {self.hostname}\n")
 
-    def _config(self, binds: Sequence[str]) -> str:
+    def _config(self, binds: Sequence[tuple[str, str]]) -> str:
         base = self.node.base
         text = CONFIG.format(
             hostname=self.hostname,
             rootfs=f"{self._home}/rootfs",
             cgroup=self.cgroup,
             base=base,
+            lxcpath=self.node.lxcpath,
             workspace=self.workspace,
         )
-        for path in binds:
-            text += (
-                f"lxc.mount.entry = {base}/machine{path} {path.lstrip('/')} none rbind,ro,create=dir 0 0\n"
-            )
+        for source, target in binds:
+            inside = target.lstrip("/")
+            text += f"lxc.mount.entry = {base}/machine{source} {inside} none rbind,ro,create=dir 0 0\n"
         size = f"{self.memory_mb}M"
         if Path("/sys/fs/cgroup/cgroup.controllers").exists():
             return text + f"lxc.cgroup2.memory.max = {size}\nlxc.cgroup2.memory.swap.max = 0\n"

@@ -39,6 +39,8 @@ def unavailable() -> str | None:
     if os.geteuid() != 0:
         return "test nodes need root"
     path = "/usr/local/sbin:/usr/local/bin:/usr/sbin:/usr/bin:/sbin:/bin"
+    if BASE.is_relative_to("/root") or BASE.is_relative_to("/run"):
+        return f"test nodes need a TMPDIR outside /root and /run, not {BASE.parent}"
     missing = [tool for tool in TOOLS if shutil.which(tool, path=path) is None]
     missing += [file for file in ("/lib/systemd/systemd", "/usr/bin/python3") if not Path(file).exists()]
     if missing:
@@ -86,6 +88,7 @@ class Lab:
         return node
 
     def close(self) -> None:
+        _thaw(self.token)
         for node in self.nodes.values():
             node.stop()
         self.nodes.clear()
@@ -173,6 +176,7 @@ def remove(folder: Path) -> None:
     ]
     for entry in entries:
         os.kill(entry["pid"], signal.SIGKILL)
+    _thaw(folder.name)
     deadline = time.monotonic() + 10
     while any(start_ticks(e["pid"]) == e["start"] for e in entries) and time.monotonic() < deadline:
         time.sleep(0.01)
@@ -180,6 +184,15 @@ def remove(folder: Path) -> None:
         for top in root.glob(f"dflashctl-testhost-{folder.name}*"):
             _remove_cgroup(top, deadline)
     shutil.rmtree(folder)
+
+
+def _thaw(token: str) -> None:
+    """Frozen processes do not die before they are thawed."""
+    for root in _cgroup_roots():
+        for top in root.glob(f"dflashctl-testhost-{token}*"):
+            for name, word in (("freezer.state", "THAWED"), ("cgroup.freeze", "0")):
+                for file in top.rglob(name):
+                    file.write_text(word)
 
 
 def _remove_cgroup(top: Path, deadline: float) -> None:

@@ -34,10 +34,14 @@ Subsystem sftp internal-sftp
 """
 
 
-def interpreter_binds() -> list[str]:
-    """What `sys.executable` needs in a container: the virtual environment and the Python it came from."""
-    folders = {str(Path(prefix).resolve()) for prefix in (sys.prefix, sys.base_prefix)}
-    return sorted(folder for folder in folders if folder not in ("/", "/usr", "/usr/local"))
+def interpreter_binds() -> list[tuple[str, str]]:
+    """What `sys.executable` needs in a container, as (folder here, folder there).
+
+    That is the virtual environment and the Python it came from, under every name that they may be called by.
+    """
+    names = {sys.prefix, sys.base_prefix, str(Path(sys.executable).resolve().parents[1])}
+    pairs = {(os.path.realpath(name), there) for name in names for there in (name, os.path.realpath(name))}
+    return sorted(pair for pair in pairs if pair[0] not in ("/", "/usr", "/usr/local"))
 
 
 class Node:
@@ -64,7 +68,6 @@ class Node:
         self.containers: dict[int, Container] = {}
         self.base.mkdir()
         self.workspaces.mkdir()
-        self.port = _free_port()
         self._start(owned)
 
     def _start(self, owned: bool) -> None:
@@ -74,8 +77,7 @@ class Node:
             "lxcpath": self.lxcpath,
             "pct": str(HERE / "pct.py"),
             "public_key": self.key.with_suffix(".pub").read_text(),
-            "sshd_config": SSHD_CONFIG.format(port=self.port),
-            "root_binds": [path for path in interpreter_binds() if path.startswith("/root/")],
+            "root_binds": [pair for pair in interpreter_binds() if pair[1].startswith("/root/")],
             "owned": owned,
         }
         init = ["/usr/bin/python3", "-IS", str(HERE / "node_init.py"), json.dumps(spec)]
@@ -96,8 +98,22 @@ class Node:
         ready = json.loads(line)
         self.pid: int = ready["pid"]
         self.root = Path(f"/proc/{self.pid}/root")
-        self.start_sshd()
+        self.port = self._start_sshd_on_free_port()
         self.known_hosts.write_text(f"[127.0.0.1]:{self.port} {ready['host_key']}\n")
+
+    def _start_sshd_on_free_port(self) -> int:
+        """Others on the machine look for ports too: try another when one is taken meanwhile."""
+        for attempts_left in (4, 3, 2, 1, 0):
+            port = _free_port()
+            (self.root / "etc/ssh/sshd_config").write_text(SSHD_CONFIG.format(port=port))
+            try:
+                self.start_sshd()
+                return port
+            except RuntimeError:
+                if not attempts_left:
+                    self.stop()
+                    raise
+        raise AssertionError("unreachable")
 
     def stop(self) -> None:
         """End the node at once, as if its power was cut; everything in it dies. Idempotent."""
@@ -182,7 +198,7 @@ class Node:
             nesting: what the configuration says of it; without it `pct start` warns.
         """
         container = Container(self, vmid, hostname, memory_mb)
-        container.create([*interpreter_binds(), *binds], nesting=nesting)
+        container.create([*interpreter_binds(), *((path, path) for path in binds)], nesting=nesting)
         self.containers[vmid] = container
         if start:
             container.start()
@@ -214,7 +230,14 @@ class Node:
 
     def set_startup_delay(self, seconds: float) -> None:
         """Make every `pct` call burn that much CPU first, as the real one does (0.62 s); 0 turns it off."""
-        file = self.root / "etc/pve-startup-delay"
+        self._set_delay("etc/pve-startup-delay", seconds)
+
+    def set_stop_delay(self, seconds: float) -> None:
+        """Make a container take that long between its last process and `stopped`; on a real node about 1 s."""
+        self._set_delay("etc/pve-stop-delay", seconds)
+
+    def _set_delay(self, name: str, seconds: float) -> None:
+        file = self.root / name
         if seconds:
             file.write_text(f"{seconds}\n")
         else:
@@ -227,10 +250,11 @@ class Node:
         pid_file = self.root / "run/sshd/sshd.pid"
         pid_file.unlink(missing_ok=True)
         self.run(["/usr/sbin/sshd", "-E", "/run/sshd/log"])
-        deadline = time.monotonic() + 5
+        deadline = time.monotonic() + 10
         while not pid_file.exists():  # written once it listens
-            if time.monotonic() > deadline:
-                raise RuntimeError(f"sshd on {self.name}: {(self.root / 'run/sshd/log').read_text()}")
+            said = (self.root / "run/sshd/log").read_text()
+            if time.monotonic() > deadline or said.endswith("Cannot bind any address.\n"):
+                raise RuntimeError(f"sshd on {self.name}: {said}")
             time.sleep(0.003)
 
     def stop_sshd(self) -> None:

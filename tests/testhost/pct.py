@@ -577,7 +577,8 @@ def main():
     try:
         os.fstat(0)
     except OSError:
-        os.open("/usr/sbin/pct", os.O_RDONLY)  # perl reads its program from the first free descriptor
+        os.open("/usr/sbin/pct", os.O_RDONLY)  # as perl: its program, read to the end, is descriptor 0
+        os.lseek(0, 0, os.SEEK_END)
         os.set_inheritable(0, True)
     env = raw_environment()
     codec = locale_codec(env)
