@@ -154,9 +154,13 @@ def _ended(s: Snapshot, state: State, phase: str) -> Verdict:
         "oom_kills": state.oom_kills,
         "stop_requested": state.stop_requested,
     }
+    asked = state.stop_requested is not None
+    if state.error and asked:  # stopped without its supervisor, see remote/control.py
+        return _verdict(
+            "stopped", phase, "as asked" + _joined(after), notes=(state.error,), rests_on=rests, **_again(s)
+        )
     if state.error:
         return _verdict("failed", phase, f"it could not start: {state.error}", rests_on=rests, **_again(s))
-    asked = state.stop_requested is not None
     terminated = code == 143 or signal == "SIGTERM"
     if asked and (
         terminated or said == "stopped" or state.killed_after_grace or signal == "SIGKILL" or code == 137

@@ -3,12 +3,18 @@
 from __future__ import annotations
 
 from pathlib import Path
-from typing import Annotated, Optional
+from typing import TYPE_CHECKING, Annotated, Optional
 
 import typer
 
 from dflashctl.cli import complete
-from dflashctl.cli.options import HostOption, HostsOption, WaitOption
+from dflashctl.cli.options import AcceptNewOption, HostOption, HostsOption, WaitOption
+from dflashctl.errors import ExitCode
+
+if TYPE_CHECKING:
+    from dflashctl.cli.reach import Place
+    from dflashctl.profile import Profile
+    from dflashctl.remote.session import Session
 
 
 def launch(
@@ -27,16 +33,23 @@ def launch(
         typer.Option("--name", metavar="NAME", help="Name the run exactly this.", show_default=False),
     ] = None,
     wait: WaitOption = None,
-    dry_run: Annotated[bool, typer.Option("--dry-run", help="Show every command, start nothing.")] = False,
+    dry_run: Annotated[
+        bool, typer.Option("--dry-run", help="Check, and show every command; start nothing.")
+    ] = False,
     force: Annotated[bool, typer.Option("--force", help="Launch although the chosen GPUs are busy.")] = False,
     env: Annotated[
         Optional[list[str]],  # noqa: UP045
-        typer.Option("--env", "-e", metavar="K=V", help="Set a variable for the trainer; may be repeated."),
+        typer.Option(
+            "--env",
+            "-e",
+            metavar="K[=V]",
+            help="Set a variable for the trainer; K alone takes its value from here. May be repeated.",
+        ),
     ] = None,
     env_file: Annotated[
         Optional[Path],  # noqa: UP045
         typer.Option(
-            "--env-file", metavar="FILE", help="Read K=V lines; secrets belong here.", show_default=False
+            "--env-file", metavar="FILE", help="The same from a file, one a line.", show_default=False
         ),
     ] = None,
     resume: Annotated[
@@ -44,13 +57,88 @@ def launch(
         typer.Option(
             "--resume",
             metavar="RUN",
-            help="Go on from that run's last checkpoint.",
+            help="Go on from that run's last checkpoint, with its config unless --config names one.",
             show_default=False,
             autocompletion=complete.runs,
         ),
     ] = None,
     host: HostOption = None,
     hosts: HostsOption = None,
+    accept_new: AcceptNewOption = False,
 ) -> int:
     """Start a run, detached; with --wait, watch it until training is proven or it fails."""
-    raise NotImplementedError
+    from dflashctl import launch as launching
+    from dflashctl.cli import environment, reach, seen
+    from dflashctl.render import launch as screens
+    from dflashctl.render import terminal
+
+    place = reach.place(host, hosts, accept_new, resume)
+    variables = environment.read(env or [], env_file)
+    out, messages = terminal.stdout(), terminal.stderr()
+    if config is None and resume is None:
+        messages.print(screens.default_note(place.hosts.path is None and host is None))
+    with place.session() as session:
+        profile = _profile(session, place, config, resume)
+        launched = launching.launch(
+            session,
+            place.host,
+            profile,
+            name=name,
+            force=force,
+            dry_run=dry_run,
+            environment=variables,
+            resume=resume,
+            tell=lambda words: (
+                messages.print(messages.style(f"-- {words}", "dim")) if messages.live else None
+            ),
+        )
+        out.print(screens.launched(launched, session.transport.label, out))
+        if launched.run_id is None:
+            return ExitCode.OK
+        seen.remember(launched.run_id, place.host.name)
+        if wait or launched.state.get("status") == "exited":
+            return _wait(place, session, launched.run_id, wait or 0.0)
+    out.print(screens.following(place.host.name, place.hosts.default_name, out))
+    return ExitCode.OK
+
+
+def _profile(session: Session, place: Place, config: Path | None, resume: str | None) -> Profile:
+    """The config that was named, that of the run to resume, or the bundled demo."""
+    from dataclasses import replace
+
+    from dflashctl.profile import load_profile
+
+    if config is not None or resume is None:
+        return load_profile(config, place.host)
+    session.open()
+    answer = session.call("config", run_id=resume)
+    origin = f"{answer['path']}/config.toml"
+    profile = load_profile(None, place.host, text=answer["config_toml"], origin=origin)
+    stem = answer.get("name") or answer["run_id"]
+    return replace(profile, stem=stem)
+
+
+def _wait(place: Place, session: Session, run_id: str, seconds: float) -> int:
+    """Watch the new run; the session that launched it asks the questions."""
+    from dflashctl.cli.status import watch
+    from dflashctl.render import launch as screens
+    from dflashctl.render import status, terminal
+    from dflashctl.render.ladder import Ladder
+    from dflashctl.watch import Watcher
+
+    out, messages = terminal.stdout(), terminal.stderr()
+    sessions = [session]
+    messages.print()
+    ladder = Ladder(messages, seconds, skip_reached=False)
+    try:
+        with Watcher(lambda: sessions.pop() if sessions else place.session(), run_id) as watcher:
+            look = watch(watcher, seconds, False, status.DEFAULT_LINES, ladder)
+    except KeyboardInterrupt:
+        messages.print("-- detached; the run goes on")
+        return ExitCode.INTERRUPTED
+    if look.verdict.state in ("training", "evaluating", "finished"):
+        out.print(screens.proven(look, seconds, out))
+        out.print(["", *screens.following(place.host.name, place.hosts.default_name, out)])
+    else:
+        out.print(["", *status.screen(look.verdict, look.snapshot, place.host.name, None, out)])
+    return look.verdict.exit_code

@@ -2,11 +2,15 @@
 
 from __future__ import annotations
 
-from typing import Annotated, Optional
+from typing import TYPE_CHECKING, Annotated, Optional
 
 import typer
 
-from dflashctl.cli.options import HostOption, HostsOption, RunArgument
+from dflashctl.cli.options import AcceptNewOption, HostOption, HostsOption, RunArgument
+from dflashctl.errors import ExitCode
+
+if TYPE_CHECKING:
+    from dflashctl.cli.reach import Place
 
 
 def logs(
@@ -15,12 +19,20 @@ def logs(
         bool, typer.Option("--follow", "-f", help="Go on as it grows, until the run ends.")
     ] = False,
     lines: Annotated[
-        int, typer.Option("-n", "--tail", metavar="LINES", min=0, help="Start N lines before the end.")
-    ] = 50,
+        Optional[int],  # noqa: UP045
+        typer.Option(
+            "--tail",
+            "-n",
+            metavar="LINES",
+            min=0,
+            help="Begin that many lines before the end.",
+            show_default="50",
+        ),
+    ] = None,
     since: Annotated[
         Optional[str],  # noqa: UP045
         typer.Option(
-            "--since", metavar="TIME", help="Start at an age (90s, 5m, 2h, 1d) or a time.", show_default=False
+            "--since", metavar="TIME", help="Begin at an age (90s, 5m, 2h, 1d) or a time.", show_default=False
         ),
     ] = None,
     raw: Annotated[
@@ -28,6 +40,58 @@ def logs(
     ] = False,
     host: HostOption = None,
     hosts: HostsOption = None,
+    accept_new: AcceptNewOption = False,
 ) -> int:
-    """Print a run's log. Ctrl-C detaches; the run goes on."""
-    raise NotImplementedError
+    """Print a run's log. With -f the exit code is the run's verdict; Ctrl-C detaches and the run goes on."""
+    from dflashctl import follow as following
+    from dflashctl.cli import reach, seen
+    from dflashctl.render import terminal
+    from dflashctl.render.log import LogWriter
+
+    place = reach.place(host, hosts, accept_new, run)
+    start = (
+        following.parse_since(since)
+        if since is not None
+        else following.Start(lines=50 if lines is None else lines)
+    )
+    if since is not None and lines is not None:
+        raise typer.BadParameter("--tail and --since exclude one another")
+    writer = LogWriter(terminal.stdout(), raw)
+    messages = terminal.stderr()
+    end = None
+    try:
+        for item in following.follow(place.session, run, start, wait=follow):
+            if isinstance(item, following.Line):
+                writer.write(item)
+            elif isinstance(item, following.Notice):
+                writer.end_line()
+                messages.print(messages.style(f"-- {item.text}", "dim"))
+            else:
+                end = item
+    except KeyboardInterrupt:
+        writer.end_line()
+        if follow:
+            messages.print("-- detached; the run goes on")
+        return ExitCode.INTERRUPTED
+    writer.end_line()
+    assert end is not None  # follow() yields End or raises
+    seen.remember(end.run_id, place.host.name)
+    return _final_state(place, end.run_id) if follow else ExitCode.OK
+
+
+def _final_state(place: Place, run_id: str) -> int:
+    """Say how the run ended, by the same judge as `status`."""
+    import time
+
+    from dflashctl.render import status as screens
+    from dflashctl.render import terminal
+    from dflashctl.watch import Watcher
+
+    with Watcher(place.session, run_id) as watcher:
+        look = watcher.look(0, None, time.monotonic())
+    messages = terminal.stderr()
+    out = screens.headline(look.verdict, run_id, place.host.name, messages)
+    if look.verdict.diagnosis is not None:
+        out += screens.diagnosis_lines(look.verdict.diagnosis, messages)
+    messages.print([*out, *screens.ending(look.verdict, messages)])
+    return look.verdict.exit_code

@@ -51,3 +51,7 @@ WaitOption = Annotated[
         show_default=False,
     ),
 ]
+AcceptNewOption = Annotated[
+    bool,
+    typer.Option("--accept-new", help="Trust host keys that are not known yet; changed ones are refused."),
+]

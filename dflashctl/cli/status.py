@@ -2,11 +2,22 @@
 
 from __future__ import annotations
 
-from typing import Annotated
+from typing import TYPE_CHECKING, Annotated, Optional
 
 import typer
 
-from dflashctl.cli.options import HostOption, HostsOption, JsonOption, RunArgument, WaitOption
+from dflashctl.cli.options import (
+    AcceptNewOption,
+    HostOption,
+    HostsOption,
+    JsonOption,
+    RunArgument,
+    WaitOption,
+)
+
+if TYPE_CHECKING:
+    from dflashctl.render.ladder import Ladder
+    from dflashctl.watch import Look, Watcher
 
 
 def status(
@@ -14,11 +25,54 @@ def status(
     wait: WaitOption = None,
     full: Annotated[bool, typer.Option("--full", help="With --wait: watch the whole time.")] = False,
     lines: Annotated[
-        int, typer.Option("-n", "--tail", metavar="LINES", min=0, help="Log lines to show.")
-    ] = 8,
+        Optional[int],  # noqa: UP045
+        typer.Option("--tail", "-n", metavar="LINES", min=0, help="Log lines to show.", show_default="8"),
+    ] = None,
     json: JsonOption = False,
     host: HostOption = None,
     hosts: HostsOption = None,
+    accept_new: AcceptNewOption = False,
 ) -> int:
     """Say whether a run lives, what it does, and what to do next. The exit code is the verdict."""
-    raise NotImplementedError
+    from dflashctl.cli import reach, seen
+    from dflashctl.render import jsonout, terminal
+    from dflashctl.render import status as screens
+    from dflashctl.render.ladder import Ladder
+    from dflashctl.watch import Watcher
+
+    place = reach.place(host, hosts, accept_new, run)
+    ladder = None if json else Ladder(terminal.stderr(), wait or 0.0, skip_reached=True)
+    with Watcher(place.session, run) as watcher:
+        look = watch(watcher, wait, full, screens.DEFAULT_LINES if lines is None else lines, ladder)
+    snapshot, verdict = look.snapshot, look.verdict
+    seen.remember(snapshot.run_id, place.host.name)
+    if json:
+        jsonout.write(jsonout.status(verdict, snapshot, place.host.name, look.elapsed))
+    else:
+        out = terminal.stdout()
+        out.print(screens.screen(verdict, snapshot, place.host.name, lines, out))
+    return verdict.exit_code
+
+
+def watch(watcher: Watcher, wait: float | None, full: bool, lines: int, ladder: Ladder | None) -> Look:
+    """The final look at a run, after a wait where one is asked for; the ladder shows the way there."""
+    import time
+
+    from dflashctl.watch import Look
+
+    if not wait:
+        return watcher.look(lines, None, time.monotonic())
+    look = None
+    try:
+        for seen in watcher.watch(wait, full, lines):
+            if isinstance(seen, Look):
+                look = seen
+                if ladder is not None:
+                    ladder.update(seen)
+            elif ladder is not None:
+                ladder.notice(f"{seen.text}; connecting again")
+    finally:
+        if ladder is not None:
+            ladder.finish()
+    assert look is not None  # watch() yields a final look or raises
+    return look

@@ -6,11 +6,16 @@ import dataclasses
 import json
 import math
 import sys
-from collections.abc import Mapping
-from typing import Any
+from collections.abc import Mapping, Sequence
+from typing import TYPE_CHECKING, Any
 
+from dflashctl.errors import DflashError
 from dflashctl.snapshot import Snapshot
 from dflashctl.status import Verdict
+
+if TYPE_CHECKING:
+    from dflashctl.render.runs import HostRuns
+    from dflashctl.stop import Stopped
 
 SCHEMA = 1
 """Raised when a field changes its meaning or goes; new fields don't raise it."""
@@ -44,6 +49,46 @@ def status(verdict: Verdict, snapshot: Snapshot, host: str, waited: float) -> di
         "ladder": [dataclasses.asdict(rung) for rung in verdict.ladder],
         "diagnosis": verdict.diagnosis.to_json() if verdict.diagnosis else None,
         "snapshot": dict(snapshot.raw),
+    }
+
+
+def runs(answers: Sequence[HostRuns]) -> dict[str, Any]:
+    """What `ls --json` prints."""
+    listed = []
+    for answer in answers:
+        for snapshot, verdict in answer.rows:
+            state = snapshot.state
+            listed.append(
+                {
+                    "run_id": snapshot.run_id,
+                    "host": answer.host,
+                    "state": verdict.state,
+                    "phase": verdict.phase,
+                    "reason": verdict.reason,
+                    "exit_code": verdict.exit_code,
+                    "step": dataclasses.asdict(verdict.step) if verdict.step else None,
+                    "started": state.started if state else None,
+                    "ended": state.ended if state else None,
+                    "now": snapshot.now,
+                }
+            )
+    hosts = [{"host": answer.host, "error": _error(answer.error)} for answer in answers]
+    return {"hosts": hosts, "runs": listed}
+
+
+def stop(stopped: Stopped, host: str) -> dict[str, Any]:
+    """What `stop --json` prints."""
+    return {**dataclasses.asdict(stopped), "host": host}
+
+
+def _error(error: DflashError | None) -> dict[str, Any] | None:
+    if error is None:
+        return None
+    return {
+        "message": error.message,
+        "where": error.where,
+        "fix": error.hint,
+        "exit_code": int(error.exit_code),
     }
 
 

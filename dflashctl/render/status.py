@@ -14,7 +14,7 @@ from dflashctl.render.terminal import Terminal
 from dflashctl.render.text import crop, harmless, pad, wrap
 from dflashctl.snapshot import Snapshot, Step, finite, text, whole
 from dflashctl.status import Verdict
-from dflashctl.words import clock, count, duration, loss
+from dflashctl.words import count, duration, loss
 
 COLOURS = {
     "training": ("bold", "green"),
@@ -181,9 +181,3 @@ def ending(verdict: Verdict, terminal: Terminal) -> list[str]:
             return out + lines
         return [*out, *lines, code]
     return [*out, code] if verdict.exit_code != ExitCode.OK else out
-
-
-def rung_line(rung: Rung, since: float | None) -> str:
-    """`01:12  drafters   3 of 3 ready`, the time counted from the launch."""
-    at = clock(rung.t - since) if rung.t is not None and since is not None else "     "
-    return f"{at}  {rung.name:<9}  {rung.detail}".rstrip()

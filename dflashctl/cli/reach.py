@@ -1,0 +1,81 @@
+"""From what was typed to a host, and to sessions with it."""
+
+from __future__ import annotations
+
+import os
+import sys
+from dataclasses import dataclass
+from pathlib import Path
+from typing import TYPE_CHECKING
+
+from dflashctl.config import Host, Hosts, load
+
+if TYPE_CHECKING:
+    from dflashctl.remote.session import Session
+
+
+@dataclass(frozen=True)
+class Place:
+    """A host that was chosen. accept_new: trust unknown host keys unasked."""
+
+    host: Host
+    hosts: Hosts
+    accept_new: bool = False
+    may_ask: bool = True
+
+    def session(self) -> Session:
+        """A session that is not opened yet, on a connection of its own, which it closes too."""
+        from dflashctl.remote.session import Session, host_path
+        from dflashctl.transport import transport_for
+
+        class Owning(Session):
+            def close(self) -> None:
+                super().close()
+                self.transport.close()
+
+        transport = transport_for(
+            self.host,
+            self.hosts,
+            confirm=_confirm if self.may_ask and sys.stdin.isatty() else None,
+            accept_new=self.accept_new,
+        )
+        return Owning(
+            transport,
+            python=self.host.python,
+            workspace=self.host.workspace,
+            path=host_path(self.host.environment),
+        )
+
+
+def read_hosts(hosts_file: Path | None) -> Hosts:
+    return load(hosts_file, os.environ, Path.cwd())
+
+
+def place(host: str | None, hosts_file: Path | None, accept_new: bool, run: str | None = None) -> Place:
+    """The host that was named; else, for a run this laptop has seen, that run's; else the default."""
+    hosts = read_hosts(hosts_file)
+    if host is None and run is not None and "DFLASH_HOST" not in os.environ:
+        from dflashctl.cli import seen
+
+        known = seen.load().get(run)
+        host = known if known in hosts.by_name else None
+    chosen = hosts.get(host)
+    if not chosen.trainable:
+        from dflashctl.errors import ConfigError
+
+        raise ConfigError(
+            f"no run can live on {chosen.name}: it has no workspace",
+            where=chosen.where(),
+            hint='add workspace = "/path" to it, or name a container with --host',
+        )
+    return Place(chosen, hosts, accept_new)
+
+
+def _confirm(question: str) -> bool:
+    from dflashctl.render.terminal import stderr
+
+    terminal = stderr()
+    terminal.print(question)
+    terminal.stream.write("trust it? [y/N] ")
+    terminal.stream.flush()
+    return sys.stdin.readline().strip().lower() in ("y", "yes")

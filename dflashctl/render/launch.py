@@ -1,0 +1,89 @@
+"""What a launch shows: the place, the release, the run, and what to type next."""
+
+from __future__ import annotations
+
+from typing import Any
+
+from dflashctl.launch import Launched
+from dflashctl.render.terminal import Terminal
+from dflashctl.render.text import harmless, wrap
+from dflashctl.snapshot import finite, mapping, text, whole
+from dflashctl.watch import Look
+from dflashctl.words import duration, size
+
+
+def default_note(no_hosts_file: bool) -> str:
+    """Said where nothing was chosen."""
+    here = "no hosts.toml: training on this machine; " if no_hosts_file else ""
+    return f"{here}no --config: training the bundled demo (tiny)"
+
+
+def launched(found: Launched, label: str, terminal: Terminal) -> list[str]:
+    """Place and release; then the run, or with a dry run the commands."""
+    columns = terminal.columns
+    facts = ", ".join(_facts(found))
+    out = wrap(harmless(facts), columns, "    ", f"{harmless(label)}   ")
+    release = found.release[:7]
+    if found.run_id is None:
+        sent = "is already deployed" if found.facts.get("release_present") else "would be sent"
+    else:
+        sent = "deployed" if found.deployed else "already deployed"
+    out.append(f"trainer {release} {sent}")
+    for note in found.notes:
+        out += wrap(harmless(note), columns, "          ", "note      ")
+    if found.run_id is None:
+        return [
+            *out,
+            "",
+            "would run:",
+            *(f"  {harmless(line)}" for line in found.commands),
+            "",
+            "nothing was started",
+        ]
+    pid, unit = whole(found.state.get("pid")), text(found.state.get("unit"))
+    parts = [f"pid {pid}"] if pid is not None else []
+    parts += [f"unit {unit}"] if unit else []
+    parts.append(f"log {found.path}/run.log")
+    lines = wrap(harmless(", ".join(parts)), columns, "    ", f"{found.run_id} launched   ")
+    lines[0] = lines[0].replace(found.run_id, terminal.style(found.run_id, "bold"), 1)
+    return out + lines
+
+
+def _facts(found: Launched) -> list[str]:
+    facts = found.facts
+    modules = mapping(facts.get("modules"))
+    parts = [f"reachable {duration(found.reach_seconds)}"]
+    rows = mapping(facts.get("gpus")).get("rows")
+    wanted = [d for d in found.profile.all_devices if d.startswith("cuda")]
+    if isinstance(rows, list) and rows:
+        parts.append(
+            f"{len(rows)} x {_gpu_name(rows)}" + (f", {len(wanted)} used" if wanted else ", none used")
+        )
+    elif not wanted:
+        parts.append("on CPU")
+    if torch := text(modules.get("torch")):
+        parts.append(f"torch {torch}")
+    free = finite(mapping(facts.get("disk")).get("free_bytes"))
+    if free is not None:
+        parts.append(f"{size(free)} free")
+    return parts
+
+
+def _gpu_name(rows: list[Any]) -> str:
+    return text(mapping(rows[0]).get("name")).removeprefix("NVIDIA ") or "GPU"
+
+
+def proven(look: Look, seconds: float, terminal: Terminal) -> list[str]:
+    """`training: proven after 74 s of 100 s`."""
+    verdict = look.verdict
+    word = terminal.style(f"{verdict.state}:", "bold", "green")
+    if verdict.state == "finished":
+        return [f"{word} {verdict.reason}"]
+    return [f"{word} proven after {duration(look.elapsed)} of {duration(seconds)}, {verdict.reason}"]
+
+
+def following(host: str, default_host: str, terminal: Terminal) -> list[str]:
+    """What to type next."""
+    there = "" if host == default_host else f" -H {host}"
+    commands = (f"dflashctl status{there} --wait 100", f"dflashctl logs{there} -f", f"dflashctl stop{there}")
+    return [f"{terminal.style('next', 'bold')}      {'    '.join(commands)}"]

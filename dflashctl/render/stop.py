@@ -1,0 +1,40 @@
+"""How a run was stopped."""
+
+from __future__ import annotations
+
+from dflashctl.render.terminal import Terminal
+from dflashctl.render.text import harmless, wrap
+from dflashctl.snapshot import State
+from dflashctl.stop import Stopped
+from dflashctl.words import duration
+
+
+def begin(run: str | None, grace: float) -> str:
+    return (
+        f"stopping {harmless(run) if run else 'the newest run'}: up to {duration(grace)} to save a checkpoint"
+    )
+
+
+def screen(stopped: Stopped, host: str, grace: float, terminal: Terminal) -> list[str]:
+    state = State.parse(stopped.state)
+    how = state.signal or (
+        f"exit code {state.exit_code}" if state.exit_code is not None else "no exit code known"
+    )
+    head = f"{harmless(stopped.run_id)} on {harmless(host)}   "
+    if stopped.lost:
+        said = "was gone already: its container was rebooted or its supervisor killed; nothing to stop"
+    elif not stopped.was_running:
+        said = f"had ended already: {how}; nothing to stop"
+    elif stopped.killed:
+        said = f"killed: it outlived the grace period of {duration(grace)}; no process is left"
+    else:
+        took = ""
+        if state.ended is not None and state.stop_requested is not None:
+            took = f" in {duration(state.ended - state.stop_requested)}"
+        said = f"stopped{took}: {how}; no process is left"
+    lines = wrap(said, terminal.columns, "  ", head)
+    if stopped.was_running:
+        lines.append(
+            f"do        dflashctl launch --resume {harmless(stopped.run_id)}   to go on from its last checkpoint"
+        )
+    return lines

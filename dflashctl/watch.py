@@ -1,0 +1,120 @@
+"""Looks at a run, once or until something is proven. One resident agent answers all questions; a dropped connection is
+opened again within the wait."""
+
+from __future__ import annotations
+
+import time
+from collections.abc import Callable, Iterator
+from dataclasses import dataclass
+from typing import TYPE_CHECKING
+
+from dflashctl.errors import ContainerError, UnreachableError
+from dflashctl.snapshot import Snapshot
+from dflashctl.status import Verdict, judge
+
+if TYPE_CHECKING:
+    from dflashctl.remote.session import Session
+
+INTERVAL = 0.5
+"""Seconds between two questions."""
+
+RATES_OVER = 5.0
+"""Seconds back to the snapshot from which rates are taken."""
+
+SETTLES = 5.0
+"""Seconds in which an exit that is being recorded is waited for, wait or no wait."""
+
+DIAGNOSED_LINES = 2000
+"""Log lines fetched once a run has failed."""
+
+
+@dataclass(frozen=True)
+class Look:
+    """One snapshot judged. elapsed: seconds since the watch began. final: with log and GPUs; the last one."""
+
+    snapshot: Snapshot
+    verdict: Verdict
+    elapsed: float
+    final: bool
+
+
+@dataclass(frozen=True)
+class Dropped:
+    """The connection broke and is opened again."""
+
+    text: str
+
+
+class Watcher:
+    """Asks for snapshots of one run. A context manager; closing it closes the connection.
+
+    Args:
+        open_session: makes a session that is not opened yet, on a connection of its own, which it closes too.
+        run_id: None for the newest; settled by the first answer.
+    """
+
+    def __init__(self, open_session: Callable[[], Session], run_id: str | None) -> None:
+        self.run_id = run_id
+        self._open_session = open_session
+        self._session: Session | None = None
+
+    def __enter__(self) -> Watcher:
+        return self
+
+    def __exit__(self, *_: object) -> None:
+        self.close()
+
+    def close(self) -> None:
+        if self._session is not None:
+            self._session.close()
+            self._session = None
+
+    def ask(self, log_lines: int, want_gpu: bool) -> Snapshot:
+        """One snapshot. Raises NotFoundError, UnreachableError and what else a session raises."""
+        if self._session is None:
+            self._session = self._open_session()
+        try:
+            answer = self._session.call(
+                "snapshot", run_id=self.run_id, log_lines=log_lines, want_gpu=want_gpu
+            )
+        except (UnreachableError, ContainerError):
+            self.close()
+            raise
+        snapshot = Snapshot.parse(answer)
+        self.run_id = snapshot.run_id or self.run_id
+        return snapshot
+
+    def look(self, log_lines: int, previous: Snapshot | None, begun: float) -> Look:
+        """The final look: with GPUs and log, and enough of the log where a failure is to be diagnosed."""
+        while True:
+            snapshot = self.ask(log_lines, True)
+            verdict = judge(snapshot, previous)
+            if verdict.diagnosis is not None and log_lines < DIAGNOSED_LINES:
+                log_lines = DIAGNOSED_LINES
+            elif verdict.settling and time.monotonic() - begun < SETTLES:
+                time.sleep(INTERVAL)
+            else:
+                return Look(snapshot, verdict, time.monotonic() - begun, True)
+
+    def watch(self, seconds: float, full: bool, log_lines: int) -> Iterator[Look | Dropped]:
+        """Looks until failure or progress is proven, at most `seconds` (all of them when `full`); the last is final."""
+        begun = time.monotonic()
+        past: list[Snapshot] = []
+        while True:
+            try:
+                snapshot = self.ask(0, False)
+            except (UnreachableError, ContainerError) as error:
+                if not past or time.monotonic() - begun >= seconds:
+                    raise
+                yield Dropped(error.message)
+                time.sleep(min(1.0, max(0.0, begun + seconds - time.monotonic())))
+                continue
+            past = [p for p in past if (snapshot.now or 0) - (p.now or 0) < RATES_OVER] + [snapshot]
+            verdict = judge(snapshot, past[0])
+            elapsed = time.monotonic() - begun
+            yield Look(snapshot, verdict, elapsed, False)
+            if (verdict.decided and not full) or elapsed >= seconds:
+                break
+            time.sleep(min(INTERVAL, seconds - elapsed))
+        final = self.look(log_lines, past[0], time.monotonic())
+        yield Look(final.snapshot, final.verdict, elapsed, True)
