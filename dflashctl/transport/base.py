@@ -223,7 +223,11 @@ def explain_program(result: Result, label: str) -> DflashError:
     """What can be said of a program that failed on `label` from its stderr alone."""
     text = result.stderr.decode("utf-8", "replace").strip()
     if found := next(filter(None, (pattern.search(text) for pattern in _NO_PROGRAM)), None):
-        why = "can't be run (permission denied)" if found["why"].lower() == "permission denied" else "does not exist"
+        why = (
+            "can't be run (permission denied)"
+            if found["why"].lower() == "permission denied"
+            else "does not exist"
+        )
         return PreflightError(
             f"{found['name']} {why} on {label}",
             hint="set `python` of this host in hosts.toml to the absolute path of a Python 3.9+ there",

@@ -51,7 +51,7 @@ class Endpoint:
 
 def resolve(host: SshHost, config_file: Path) -> Endpoint:
     """Fill what `host` leaves open. Raises UnreachableError when ~/.ssh/config can't be understood."""
-    options = _lookup(host.address, host.user, config_file)
+    options = _lookup(host, config_file)
     jump = host.proxy_jump or _unless_none(options.get("proxyjump"))
     identities = [Path(f).expanduser() for f in options.get("identityfile", [])]
     if host.identity_file:
@@ -103,25 +103,21 @@ def _unless_none(value: str | None) -> str:
     return "" if value is None or value.lower() == "none" else value
 
 
-def _lookup(alias: str, user: str | None, file: Path) -> dict[str, Any]:
+def _lookup(host: SshHost, file: Path) -> dict[str, Any]:
     from paramiko import ConfigParseError, SSHConfig
 
     if not file.is_file():
         return {}
     try:
-        config = SSHConfig.from_text(_with_includes(file, 0))
-        options: dict[str, Any] = dict(config.lookup(alias))
-        if user and user != options.get("user"):
-            # Tokens such as %r stand for the user; they must see the one that hosts.toml names.
-            config = SSHConfig.from_text(f"User {user}\n" + _with_includes(file, 0))
-            options = dict(config.lookup(alias))
+        # The first value wins, and tokens such as %r and %p must stand for what hosts.toml says.
+        first = (f"User {host.user}\n" if host.user else "") + (f"Port {host.port}\n" if host.port else "")
+        return dict(SSHConfig.from_text(first + _with_includes(file, 0)).lookup(host.address))
     except (ConfigParseError, OSError, UnicodeDecodeError, ImportError) as error:
         raise UnreachableError(
             f"~/.ssh/config can't be used: {error}",
             where=str(file),
             hint="correct the file; ssh -G HOST shows how ssh reads it",
         ) from error
-    return options
 
 
 def _with_includes(file: Path, depth: int) -> str:

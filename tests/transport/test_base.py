@@ -64,8 +64,42 @@ def test_streams_and_exit_code(transport: Transport) -> None:
 @pytest.mark.parametrize(
     "arguments",
     [
-        ["a b", "q'uote", 'd"q', "new\nline", "tab\t", "$HOME", "`id`", "$(id)", "", "*", "\\", "\\\\", ";", "|", "--"],
-        ["ü", "€", "-n", "~", "!", "#", "&", "{a,b}", "[x]", "\r", "%s", "''", '""', " ", "a=b", "\x01", "x" * 100_000],
+        [
+            "a b",
+            "q'uote",
+            'd"q',
+            "new\nline",
+            "tab\t",
+            "$HOME",
+            "`id`",
+            "$(id)",
+            "",
+            "*",
+            "\\",
+            "\\\\",
+            ";",
+            "|",
+            "--",
+        ],
+        [
+            "ü",
+            "€",
+            "-n",
+            "~",
+            "!",
+            "#",
+            "&",
+            "{a,b}",
+            "[x]",
+            "\r",
+            "%s",
+            "''",
+            '""',
+            " ",
+            "a=b",
+            "\x01",
+            "x" * 100_000,
+        ],
     ],
 )
 def test_argv_arrives_as_it_is(transport: Transport, arguments: list[str]) -> None:
@@ -74,7 +108,13 @@ def test_argv_arrives_as_it_is(transport: Transport, arguments: list[str]) -> No
 
 
 @settings(max_examples=25, deadline=None, suppress_health_check=[HealthCheck.function_scoped_fixture])
-@given(st.lists(st.text(st.characters(blacklist_categories=("Cs",), blacklist_characters="\0")), min_size=1, max_size=8))
+@given(
+    st.lists(
+        st.text(st.characters(blacklist_categories=("Cs",), blacklist_characters="\0")),
+        min_size=1,
+        max_size=8,
+    )
+)
 def test_any_argv_arrives_as_it_is(transport: Transport, arguments: list[str]) -> None:
     result = transport.run(["printf", r"%s\0", *arguments], timeout=20)
     assert result.stdout == b"".join(os.fsencode(a) + b"\0" for a in arguments)
@@ -179,9 +219,14 @@ def test_writing_to_a_program_that_has_ended(transport: Transport) -> None:
                 time.sleep(0.01)
 
 
-def test_writing_to_a_program_that_does_not_read(transport: Transport, monkeypatch: pytest.MonkeyPatch) -> None:
+def test_writing_to_a_program_that_does_not_read(
+    transport: Transport, monkeypatch: pytest.MonkeyPatch
+) -> None:
     monkeypatch.setattr(base, "WRITE_STALL", 0.5)
-    with transport.open(["sleep", "30"], timeout=10) as channel, pytest.raises(TimeoutError, match="took nothing"):
+    with (
+        transport.open(["sleep", "30"], timeout=10) as channel,
+        pytest.raises(TimeoutError, match="took nothing"),
+    ):
         channel.write(bytes(50_000_000))
 
 
