@@ -1,0 +1,435 @@
+"""The real draft-and-verify loop: how many tokens a drafter wins, at what speed, and that the output is the
+target's own.
+
+    python -m trainer evaluate --target T --drafter DIR --prompts FILE
+
+One cycle: the drafter proposes K-1 tokens behind the last one, the target runs once over all K, and the
+    leading
+proposals that equal what the target itself says (its argmax, or its sample at T > 0) are kept, with one
+token more that
+the target says after them. Emitted tokens are always the target's, so greedy output equals plain greedy
+decoding and
+sampled output is an exact sample of the target.
+"""
+
+from __future__ import annotations
+
+import argparse
+import copy
+import dataclasses
+import json
+import sys
+import time
+from collections.abc import Callable, Iterator, Sequence
+from dataclasses import dataclass, field
+from pathlib import Path
+from typing import Any
+
+import torch
+from torch import Tensor
+
+from trainer.config import resolve
+from trainer.data.chat import ROLES
+from trainer.export import load_drafter
+from trainer.modeling import ModelError
+from trainer.modeling.cache import ContextCache
+from trainer.modeling.drafter import Drafter
+from trainer.modeling.target import Target, load_tokenizer
+
+SCHEMA = 1
+TIE_EPSILONS = 4
+"""Two logits are a tie when they differ by less than this many machine epsilons of the larger one."""
+
+
+class PromptError(ModelError):
+    """A prompts file can't be used as it stands: the message names file and line."""
+
+
+@dataclass
+class Generation:
+    """One prompt's output."""
+
+    tokens: list[int]  # up to and with the stop token
+    cycles: list[int] = field(default_factory=list)  # tokens each cycle won, see Evaluation
+    margins: list[float] = field(default_factory=list)  # plain greedy: each token's lead, see Divergence
+    seconds: float = 0.0  # decoding, without the prefill
+
+
+@dataclass(frozen=True)
+class Divergence:
+    """Where a greedy output first differs from plain decoding's."""
+
+    prompt: int  # 0-based
+    position: int  # of the token, 0-based, in the output
+    margin: float  # plain decoding's lead over its second best there; below 1 it is a tie within rounding
+
+
+@dataclass(frozen=True)
+class Evaluation:
+    """What a drafter is worth.
+
+    A cycle's acceptance length is its kept proposals + 1, cut behind a stop token (what follows one is not
+    output), not by max_new_tokens (where we stop asking is not the drafter's doing).
+    """
+
+    prompts: int
+    temperature: float
+    block_size: int
+    tokens: int  # emitted
+    cycles: int
+    acceptance_length: float  # mean over cycles
+    acceptance_length_of_prompts: float  # mean over prompts of their own means
+    histogram: list[int]  # cycles by acceptance length: entry i counts those of i + 1
+    slot_acceptance: list[float]  # share of cycles that kept slot k, k = 1..K-1; their sum is the mean - 1
+    tokens_per_s: float  # decoding only
+    plain_tokens_per_s: float | None  # same prompts, same run, one token a forward; None: not measured
+    identical: int | None  # greedy outputs equal to plain decoding's; None: sampled, or not measured
+    divergences: list[Divergence]
+
+    @property
+    def ties(self) -> int:
+        """Prompts that differ first where plain decoding's two best logits are equal within rounding."""
+        return sum(d.margin < 1 for d in self.divergences)
+
+    @property
+    def lossless(self) -> bool:
+        """Every greedy output is plain decoding's, ties aside. True where that was not measured."""
+        return self.ties == len(self.divergences)
+
+    def to_json(self) -> dict[str, Any]:
+        return {"schema": SCHEMA, **dataclasses.asdict(self), "ties": self.ties, "lossless": self.lossless}
+
+
+@torch.inference_mode()
+def evaluate(
+    target: Target,
+    drafter: Drafter,
+    prompts: Sequence[Sequence[int]],
+    *,
+    max_new_tokens: int = 128,
+    temperature: float = 0.0,
+    seed: int = 0,
+    plain: bool = True,
+    progress: Callable[[int], None] | None = None,
+) -> Evaluation:
+    """Measure a drafter on tokenised prompts, one at a time.
+
+    Args:
+        target: the model it was trained for.
+        drafter: copied to the target's device and dtype when it has others.
+        prompts: token ids, none empty.
+        max_new_tokens: tokens a prompt.
+        temperature: 0 is greedy.
+        seed: of the samples.
+        plain: decode without a drafter too, for speed and (at T = 0) for identity.
+        progress: called with the number of prompts done.
+
+    Raises:
+        ModelError: the drafter is another target's, or the target can't take back rejected tokens.
+    """
+    _check_pair(target, drafter)
+    drafter = _placed(drafter, target)
+    sampler = Sampler(temperature, seed, target.device)
+    stop = target.stop_ids()
+    # first calls allocate and choose kernels: not to be timed
+    speculate(target, drafter, prompts[0], min(8, max_new_tokens), sampler, stop)
+    decode(target, prompts[0], min(8, max_new_tokens), sampler, stop)
+    drafted, plainly = [], []
+    for index, prompt in enumerate(prompts):
+        drafted.append(speculate(target, drafter, prompt, max_new_tokens, sampler, stop))
+        if plain:
+            plainly.append(decode(target, prompt, max_new_tokens, sampler, stop))
+        if progress:
+            progress(index + 1)
+    return _summary(drafted, plainly, drafter.config.block_size, temperature)
+
+
+class Sampler:
+    """Chooses tokens from logits: argmax at temperature 0, else an exact sample of softmax(logits /
+    temperature)."""
+
+    def __init__(self, temperature: float, seed: int, device: torch.device) -> None:
+        self.temperature = temperature
+        self._generator = torch.Generator(device).manual_seed(seed)
+
+    def __call__(self, logits: Tensor) -> Tensor:
+        """`[n, V]` -> `[n]`."""
+        if self.temperature == 0:
+            return logits.argmax(-1)
+        weights = (logits.to(torch.promote_types(logits.dtype, torch.float32)) / self.temperature).softmax(-1)
+        return torch.multinomial(weights, 1, generator=self._generator)[:, 0]
+
+
+def speculate(
+    target: Target,
+    drafter: Drafter,
+    prompt: Sequence[int],
+    max_new_tokens: int,
+    sampler: Sampler,
+    stop: frozenset[int],
+) -> Generation:
+    """Generate with the drafter; see the module for a cycle."""
+    size, head = drafter.config.block_size, target.head.T
+    cache, context = target.new_cache(), ContextCache(drafter.config.num_hidden_layers)
+    block = torch.full((1, size), drafter.config.mask_token_id, device=target.device)
+    logits, features = target.step(torch.tensor([list(prompt)], device=target.device), cache, last_only=True)
+    token, start = sampler(logits[0])[:1], len(prompt)
+    out = Generation(token.tolist())
+    began = time.perf_counter()
+    while len(out.tokens) < max_new_tokens and out.tokens[-1] not in stop:
+        block[0, 0] = token
+        hidden = drafter.propose(drafter.fuse(features), target.embedding[block], start, context)
+        ids = torch.cat((token, (hidden[0, 1:] @ head).argmax(-1)))
+        logits, features = target.step(ids[None], cache)
+        said = sampler(logits[0])
+        won, tokens = _accept(ids[1:].tolist(), said.tolist())
+        if won < size:
+            cache.crop(won - size)  # negative: that many tokens off the end
+        features, token, start = features[:, :won], said[won - 1 : won], start + won
+        tokens = _until_stop(tokens, stop)
+        out.cycles.append(len(tokens))
+        out.tokens += tokens
+    out.seconds = time.perf_counter() - began
+    out.tokens = out.tokens[:max_new_tokens]
+    return out
+
+
+def decode(
+    target: Target, prompt: Sequence[int], max_new_tokens: int, sampler: Sampler, stop: frozenset[int]
+) -> Generation:
+    """Generate without a drafter, one token a forward."""
+    cache = target.new_cache()
+    ids = torch.tensor([list(prompt)], device=target.device)
+    out = Generation([])
+    began = 0.0
+    while len(out.tokens) < max_new_tokens and not (out.tokens and out.tokens[-1] in stop):
+        logits, _ = target.step(ids, cache, last_only=True)
+        ids = sampler(logits[0])[:, None]
+        if sampler.temperature == 0:
+            first, second = logits[0, -1].float().topk(2).values.tolist()
+            rounding = TIE_EPSILONS * torch.finfo(logits.dtype).eps * max(abs(first), abs(second), 1e-6)
+            out.margins.append((first - second) / rounding)
+        out.tokens.append(int(ids))
+        began = began or time.perf_counter()  # after the prefill
+    out.seconds = time.perf_counter() - began
+    return out
+
+
+def _accept(drafts: list[int], said: list[int]) -> tuple[int, list[int]]:
+    """Tokens won, and the tokens: as many of the target's as agree with the drafts from the first on, and
+    one more."""
+    kept = 0
+    while kept < len(drafts) and drafts[kept] == said[kept]:
+        kept += 1
+    return kept + 1, said[: kept + 1]
+
+
+def _until_stop(tokens: list[int], stop: frozenset[int]) -> list[int]:
+    for i, token in enumerate(tokens):
+        if token in stop:
+            return tokens[: i + 1]
+    return tokens
+
+
+def _summary(
+    drafted: list[Generation], plainly: list[Generation], block_size: int, temperature: float
+) -> Evaluation:
+    cycles = [n for g in drafted for n in g.cycles]
+    means = [sum(g.cycles) / len(g.cycles) for g in drafted if g.cycles]
+    histogram = [cycles.count(n) for n in range(1, block_size + 1)]
+    kept = [sum(histogram[k:]) for k in range(1, block_size)]
+    divergences = [
+        Divergence(i, at, p.margins[at])
+        for i, (d, p) in enumerate(zip(drafted, plainly, strict=False))
+        if temperature == 0 and (at := _first_difference(d.tokens, p.tokens)) is not None
+    ]
+    return Evaluation(
+        prompts=len(drafted),
+        temperature=temperature,
+        block_size=block_size,
+        tokens=sum(len(g.tokens) for g in drafted),
+        cycles=len(cycles),
+        # a prompt that ends with its first token has no cycle; where all do, nothing was won
+        acceptance_length=sum(cycles) / len(cycles) if cycles else 1.0,
+        acceptance_length_of_prompts=sum(means) / len(means) if means else 1.0,
+        histogram=histogram,
+        slot_acceptance=[n / max(1, len(cycles)) for n in kept],
+        tokens_per_s=_speed(drafted),
+        plain_tokens_per_s=_speed(plainly) if plainly else None,
+        identical=len(plainly) - len(divergences) if plainly and temperature == 0 else None,
+        divergences=divergences,
+    )
+
+
+def _first_difference(a: list[int], b: list[int]) -> int | None:
+    if a == b:
+        return None
+    return next((i for i, (x, y) in enumerate(zip(a, b, strict=False)) if x != y), min(len(a), len(b)) - 1)
+
+
+def _speed(generations: list[Generation]) -> float:
+    """Tokens a second of decoding; the first token of each prompt came from the prefill."""
+    return sum(len(g.tokens) - 1 for g in generations) / max(1e-9, sum(g.seconds for g in generations))
+
+
+def _check_pair(target: Target, drafter: Drafter) -> None:
+    config, rows = drafter.config, target.embedding.shape
+    pairs = [
+        ("vocab_size", config.vocab_size, rows[0]),
+        ("hidden_size", config.hidden_size, rows[1]),
+        ("num_target_layers", config.num_target_layers, target.config.num_hidden_layers),
+        ("target_layer_ids", list(config.target_layer_ids), list(target.layer_ids)),
+    ]
+    for name, have, want in pairs:
+        if have != want:
+            raise ModelError(f"the drafter is not this target's: its {name} is {have}, the target's {want}")
+
+
+def _placed(drafter: Drafter, target: Target) -> Drafter:
+    weight = drafter.fc.weight
+    if weight.device == target.device and weight.dtype == target.dtype:
+        return drafter
+    return copy.deepcopy(drafter).to(target.device, target.dtype)
+
+
+def read_prompts(path: Path, tokenizer: Any, count: int = 0) -> list[list[int]]:
+    """Tokenised prompts of a JSONL file.
+
+    A row has `messages` or `conversations`, whose last answer is left off (earlier ones stay, as context),
+    or `prompt` text. The chat template is applied, up to where the assistant begins; text without a
+    template is taken as it is.
+
+    Args:
+        path: the file.
+        tokenizer: the target's.
+        count: rows at most; 0: all.
+
+    Raises:
+        PromptError: no such file, no rows, or a row that can't be read.
+    """
+    prompts: list[list[int]] = []
+    for number, row in _rows(path):
+        if count and len(prompts) == count:
+            break
+        messages = _messages(row, f"{path}:{number}")
+        if tokenizer.chat_template:
+            text = tokenizer.apply_chat_template(messages, add_generation_prompt=True, tokenize=False)
+            ids = tokenizer(text, add_special_tokens=False).input_ids
+        elif "prompt" in row:
+            ids = tokenizer(row["prompt"]).input_ids
+        else:
+            raise PromptError(f"{path}:{number}: a chat, and the target's tokenizer has no template")
+        if not ids:
+            raise PromptError(f"{path}:{number}: an empty prompt")
+        prompts.append(ids)
+    if not prompts:
+        raise PromptError(f"{path}: no prompts in it")
+    return prompts
+
+
+def _rows(path: Path) -> Iterator[tuple[int, dict[str, Any]]]:
+    try:
+        with path.open(encoding="utf-8-sig") as lines:
+            for number, line in enumerate(lines, 1):
+                if line.strip():
+                    row = json.loads(line)
+                    if not isinstance(row, dict):
+                        raise PromptError(f"{path}:{number}: not an object")
+                    yield number, row
+    except json.JSONDecodeError as error:
+        raise PromptError(f"{path}:{number}: not JSON: {error}") from error
+    except (OSError, UnicodeDecodeError) as error:
+        raise PromptError(f"{path}: can't be read: {error}") from error
+
+
+def _messages(row: dict[str, Any], where: str) -> list[dict[str, str]]:
+    """Messages up to and with the last user turn."""
+    if isinstance(row.get("prompt"), str):
+        return [{"role": "user", "content": row["prompt"]}]
+    raw = row.get("messages", row.get("conversations"))
+    if not isinstance(raw, list):
+        raise PromptError(f"{where}: a row needs `messages`, `conversations` or `prompt`")
+    messages = []
+    for message in raw:
+        fields = message if isinstance(message, dict) else {}
+        role = ROLES.get(str(fields.get("role", fields.get("from"))).lower())
+        content = fields.get("content", fields.get("value"))
+        if role is None or not isinstance(content, str):
+            raise PromptError(f"{where}: a message needs a known role and text: {json.dumps(message)[:80]}")
+        messages.append({"role": role, "content": content})
+    while messages and messages[-1]["role"] != "user":
+        messages.pop()
+    if not messages:
+        raise PromptError(f"{where}: no user turn to answer")
+    return messages
+
+
+def add_arguments(parser: argparse.ArgumentParser) -> None:
+    parser.add_argument("--target", required=True, help="model folder, .gguf file, or bundled:NAME")
+    parser.add_argument("--drafter", required=True, type=Path, help="a checkpoint or an export")
+    parser.add_argument("--prompts", required=True, help="JSONL of messages or prompts, or bundled:NAME")
+    parser.add_argument("--count", type=int, default=40, metavar="N", help="prompts used; 0: all")
+    parser.add_argument("--max-new-tokens", type=int, default=128, metavar="N", help="per prompt")
+    parser.add_argument("--temperature", type=float, default=0.0, metavar="T", help="0: greedy (default)")
+    parser.add_argument("--seed", type=int, default=0, help="of the samples at T > 0")
+    parser.add_argument("--device", default="cuda" if torch.cuda.is_available() else "cpu")
+    parser.add_argument("--dtype", default="auto", choices=("auto", "float32", "bfloat16", "float16"))
+    parser.add_argument(
+        "--plain",
+        action=argparse.BooleanOptionalAction,
+        default=True,
+        help="decode without the drafter too: the speed to compare with, and the identity check (default)",
+    )
+    parser.add_argument("--json", action="store_true", help="one JSON object on stdout")
+
+
+def run(args: argparse.Namespace) -> int:
+    """Exit code 0; 1 when a greedy output differs from plain decoding's and rounding does not explain it."""
+    path = resolve(args.target)
+    config, drafter = load_drafter(args.drafter)
+    target = Target.load(path, args.device, args.dtype, config.target_layer_ids)
+    prompts = read_prompts(resolve(args.prompts), load_tokenizer(path), args.count)
+
+    def progress(done: int) -> None:
+        end = "\n" if done == len(prompts) else ""
+        print(f"\r{done}/{len(prompts)} prompts", end=end, file=sys.stderr, flush=True)
+
+    result = evaluate(
+        target,
+        drafter,
+        prompts,
+        max_new_tokens=args.max_new_tokens,
+        temperature=args.temperature,
+        seed=args.seed,
+        plain=args.plain,
+        progress=progress if sys.stderr.isatty() else None,
+    )
+    print(json.dumps(result.to_json()) if args.json else report(result))
+    return 0 if result.lossless else 1
+
+
+def report(e: Evaluation) -> str:
+    """The evaluation for people."""
+    slots, lengths = enumerate(e.slot_acceptance, 1), enumerate(e.histogram, 1)
+    lines = [
+        f"{e.prompts} prompts, T={e.temperature:g}, block {e.block_size}",
+        f"Acceptance length  {e.acceptance_length:.2f} tokens a cycle (mean of prompts' means "
+        f"{e.acceptance_length_of_prompts:.2f}; {e.tokens:,} tokens, {e.cycles:,} cycles)",
+        "Kept by slot       " + "  ".join(f"{k}: {share:.2f}" for k, share in slots),
+        "Cycles by length   " + "  ".join(f"{n}: {count}" for n, count in lengths),
+        f"Speed              {e.tokens_per_s:.0f} tokens/s",
+    ]
+    if e.plain_tokens_per_s:
+        ratio = e.tokens_per_s / e.plain_tokens_per_s
+        lines[-1] += f", plain decoding {e.plain_tokens_per_s:.0f} ({ratio:.2f}x)"
+    if e.identical is not None:
+        lines.append(f"Greedy output      identical to plain decoding {e.identical}/{e.prompts}")
+        if e.divergences:
+            lines[-1] += f" ({e.ties} of the others part at a tie within rounding)"
+        lines += [
+            f"  NOT LOSSLESS: prompt {d.prompt + 1} parts at token {d.position + 1}, where plain decoding "
+            f"leads by {d.margin:.1f} times the rounding error"
+            for d in e.divergences
+            if d.margin >= 1
+        ]
+    return "\n".join(lines)
