@@ -99,13 +99,17 @@ class Events:
         """what: "untrained" or "trained"."""
         self.emit("evaluating", f"Evaluating the {what} drafter on {prompts} prompts...", what=what, prompts=prompts)
 
-    def evaluation(self, *, what: str, acceptance_length: float, identical: int, prompts: int, tokens_per_s: float, plain_tokens_per_s: float, temperature: float) -> None:
-        """identical: prompts whose greedy output equals plain decoding's."""
+    def evaluation(self, *, what: str, acceptance_length: float, identical: int | None, ties: int, prompts: int, tokens_per_s: float, plain_tokens_per_s: float, temperature: float) -> None:
+        """identical: prompts whose greedy output equals plain decoding's, None where sampled; ties: of the others, those that part where plain decoding's two best are equal within rounding."""
+        same = ""
+        if identical is not None:
+            same = f"; greedy output identical to plain decoding {identical}/{prompts}"
+            if ties:
+                same += f", {ties} part at a tie"
         self.emit(
             "evaluation",
-            f"Acceptance length {acceptance_length:.2f} ({what}, T={temperature:g}, {prompts} prompts; greedy output identical to plain decoding {identical}/{prompts}; "
-            f"{tokens_per_s:.0f} tokens/s, plain {plain_tokens_per_s:.0f})",
-            what=what, acceptance_length=round(acceptance_length, 4), identical=identical, prompts=prompts,
+            f"Acceptance length {acceptance_length:.2f} ({what}, T={temperature:g}, {prompts} prompts{same}; {tokens_per_s:.0f} tokens/s, plain {plain_tokens_per_s:.0f})",
+            what=what, acceptance_length=round(acceptance_length, 4), identical=identical, ties=ties, prompts=prompts,
             tokens_per_s=round(tokens_per_s, 2), plain_tokens_per_s=round(plain_tokens_per_s, 2), temperature=temperature,
         )  # fmt: skip
 

@@ -20,6 +20,8 @@ from trainer.data.batches import BatchPlan
 from trainer.data.buckets import plan_buckets
 from trainer.data.dataset import Dataset
 from trainer.data.errors import DataError
+from trainer.data.prepare import describe, prepare_cached
+from trainer.evaluate import evaluate, read_prompts
 from trainer.events import Events
 from trainer.modeling.layout import DrafterConfig
 from trainer.modeling.target import Target, load_config, load_tokenizer
@@ -68,14 +70,15 @@ def run(args: argparse.Namespace) -> int:
             print(f"{error}: stopping", file=sys.stderr, flush=True)
         except Exception as error:
             crew.fail("main", "host", job.step, error)
-        crew.stop()
-        if signals.received and crew.failure is None:
-            status, code = "stopped", signals.exit_code
-        hung = crew.join()
-        events.end(status=status, step=crew.failed_step or job.step)
-        if hung:
-            crew.leave_hung(hung, code)
-        events.close()
+        with signals.deferred(lambda: None):  # already on the way out
+            crew.stop()
+            if signals.received and crew.failure is None:
+                status, code = "stopped", signals.exit_code
+            hung = crew.join()
+            events.end(status=status, step=crew.failed_step or job.step)
+            if hung:
+                crew.leave_hung(hung, code)
+            events.close()
     return code
 
 
@@ -88,7 +91,7 @@ class Run:
         self._resume = resume
         self._crew = crew
         self._signals = signals
-        self._course: Course | None = None
+        self._prompts: list[list[int]] = []
         self._done = 0
 
     @property
@@ -113,6 +116,10 @@ class Run:
             seed=config.train.seed,
             resumed_step=self._done,
         )
+        if config.evaluate.prompts:  # read now: a wrong path is not to come to light after training
+            tokenizer = load_tokenizer(self._path(config.target.model))
+            prompts = self._path(config.evaluate.prompts)
+            self._prompts = read_prompts(prompts, tokenizer, config.evaluate.count)
         dataset, batches = self._open_data(config)
         settings = checkpoint.settings(config, fingerprint(dataset))
         start = Start()
@@ -149,10 +156,38 @@ class Run:
         )
         training.load_targets()
         training.start_drafters(reporter)
+        if self._prompts and plan.config.evaluate.at_start and not plan.first:
+            self._evaluate(training, "untrained")
         with self._signals.deferred(course.request_stop):
             reporter.begin()
             training.train()
         self._done = course.last
+        if self._prompts and not self._signals.received:
+            self._evaluate(training, "trained")
+
+    def _evaluate(self, training: Training, what: str) -> None:
+        """The real draft-and-verify loop, with the first target and the first drafter, while all workers rest."""
+        settings, target = training.plan.config.evaluate, training.targets[0].target
+        assert target is not None
+        self._crew.events.evaluating(what=what, prompts=len(self._prompts))
+        result = evaluate(
+            target,
+            training.drafters[0].drafter,
+            self._prompts,
+            max_new_tokens=settings.max_new_tokens,
+            temperature=settings.temperature,
+            seed=training.plan.config.train.seed,
+        )
+        self._crew.events.evaluation(
+            what=what,
+            acceptance_length=result.acceptance_length,
+            identical=result.identical,
+            ties=result.ties,
+            prompts=result.prompts,
+            tokens_per_s=result.tokens_per_s,
+            plain_tokens_per_s=result.plain_tokens_per_s or 0.0,
+            temperature=result.temperature,
+        )
 
     def _find_checkpoint(self) -> Checkpoint | None:
         if not self._resume:
@@ -164,11 +199,22 @@ class Run:
     def _open_data(self, config: Config) -> tuple[Dataset, BatchPlan]:
         events, train = self._crew.events, config.train
         began = time.monotonic()
-        dataset = Dataset.open(self._path(config.data.path))
+        path = self._path(config.data.path)
+        if path.is_file():
+            target = self._path(config.target.model)
+            path = prepare_cached([path], target, config.data.max_length, self._cache())
+        dataset = Dataset.open(path)
         events.dataset(samples=len(dataset), seconds=time.monotonic() - began)
+        if "rejected" in dataset.meta:
+            print("\n".join(describe(dataset.meta)), flush=True)
         buckets = plan_buckets(dataset.lengths, config.data.bucket_count, config.data.max_length)
         events.buckets(buckets=buckets.report(), padding=buckets.padding)
         return dataset, BatchPlan(dataset.lengths, buckets, train.batch_size, train.seed)
+
+    def _cache(self) -> Path:
+        """Where prepared datasets are kept: beside `runs/` where the run is in one, else in the run."""
+        runs = self._run_dir.parent
+        return (runs.parent if runs.name == "runs" else self._run_dir) / "cache" / "prepared"
 
     def _shape(self, config: Config) -> DrafterConfig:
         path = self._path(config.target.model)

@@ -10,7 +10,6 @@ import sys
 from collections.abc import Callable, Iterator
 from types import FrameType
 
-
 _STDERR = 2  # the descriptor: sys.stderr may be replaced by something without one
 
 
@@ -69,5 +68,5 @@ class Signals:
         self.received = number
         if self._deferred is None:
             raise Interrupted(name)
-        print(f"{name}: stopping after this step", file=sys.stderr, flush=True)
+        print(f"{name}: stopping in order", file=sys.stderr, flush=True)
         self._deferred()

@@ -1,0 +1,226 @@
+"""Checkpoints: whole or absent, whatever happens; read back exactly; wrong ones refused."""
+
+from __future__ import annotations
+
+import json
+import os
+import resource
+import subprocess
+import sys
+import textwrap
+from pathlib import Path
+
+import pytest
+import torch
+
+from trainer import checkpoint
+from trainer.checkpoint import CheckpointError
+from trainer.config import parse
+
+ROOT = Path(__file__).parents[2]
+
+
+def _state(value: float, size: int = 300) -> list[tuple[str, dict[str, torch.Tensor]]]:
+    """Views of one vector a kind, as the optimizer has them; the kinds differ by 1."""
+    state = []
+    for offset, kind in enumerate(("masters", "exp_avg", "exp_avg_sq")):
+        flat = torch.full((size,), value + offset)
+        state.append((kind, {"fc.weight": flat[: size // 2].view(2, -1), "norm.weight": flat[size // 2 :]}))
+    return state
+
+
+def _save(run: Path, step: int, keep: int = 2, size: int = 300) -> Path:
+    record = {"settings": {"train.seed": 0}, "counters": {"updates": step}}
+    return checkpoint.save(run, step, _state(step + 0.5, size), {"block_size": 8}, record, keep)
+
+
+def _refused(line: str) -> None:
+    raise AssertionError(line)
+
+
+def test_what_is_saved_is_read(tmp_path: Path) -> None:
+    path = _save(tmp_path, 1200)
+    assert path == tmp_path / "checkpoints" / "step-00001200"
+    assert sorted(p.name for p in path.iterdir()) == [
+        "drafter.json", "drafter.safetensors", "optimizer.safetensors", "trainer.json",
+    ]  # fmt: skip
+    found = checkpoint.latest(tmp_path, _refused)
+    assert found is not None
+    assert (found.step, found.record["counters"]) == (1200, {"updates": 1200})
+    first, second = found.moments()
+    for value, tensors in ((1200.5, found.masters()), (1201.5, first), (1202.5, second)):
+        assert sorted(tensors) == ["fc.weight", "norm.weight"]
+        assert torch.equal(tensors["fc.weight"], torch.full((2, 75), value))
+        assert tensors["norm.weight"].dtype == torch.float32
+    assert json.loads((path / "drafter.json").read_text()) == {"block_size": 8}
+
+
+def test_keeps_the_newest(tmp_path: Path) -> None:
+    for step in (10, 20, 30, 40):
+        _save(tmp_path, step, keep=3)
+    folder = tmp_path / "checkpoints"
+    assert sorted(p.name for p in folder.iterdir()) == ["step-00000020", "step-00000030", "step-00000040"]
+
+
+def test_a_step_saved_again_replaces_the_former(tmp_path: Path) -> None:
+    _save(tmp_path, 10)
+    (tmp_path / "checkpoints/step-00000010/drafter.safetensors").write_bytes(b"broken")
+    _save(tmp_path, 10)
+    assert checkpoint.read(tmp_path / "checkpoints/step-00000010").step == 10
+    assert len(list((tmp_path / "checkpoints").iterdir())) == 1
+
+
+def _cut(path: Path) -> None:
+    with path.open("r+b") as file:
+        file.truncate(path.stat().st_size - 1)
+
+
+def _flip(path: Path) -> None:
+    data = bytearray(path.read_bytes())
+    data[-1] ^= 1
+    path.write_bytes(data)
+
+
+@pytest.mark.parametrize(
+    ("harm", "says"),
+    [
+        (lambda p: (p / "trainer.json").unlink(), "incomplete, it has no trainer.json"),
+        (lambda p: (p / "trainer.json").write_text("{"), "can't be read"),
+        (lambda p: (p / "trainer.json").write_text("[]"), "can't be read"),
+        (lambda p: (p / "trainer.json").write_text('{"schema": 9, "files": {}, "step": 1}'), "schema 9"),
+        (lambda p: (p / "trainer.json").write_text('{"schema": 1, "files": {}, "step": 1}'), "does not list"),
+        (lambda p: (p / "optimizer.safetensors").unlink(), "optimizer.safetensors can't be read"),
+        (lambda p: _cut(p / "drafter.safetensors"), "bytes and should have"),
+        (lambda p: _flip(p / "optimizer.safetensors"), "content of optimizer.safetensors is damaged"),
+    ],
+)
+def test_a_damaged_one_is_passed_over_and_named(tmp_path: Path, harm: object, says: str) -> None:
+    _save(tmp_path, 10)
+    harm(_save(tmp_path, 20))  # type: ignore[operator]
+    told: list[str] = []
+    found = checkpoint.latest(tmp_path, told.append)
+    assert found is not None
+    assert found.step == 10
+    assert len(told) == 1
+    assert "step-00000020" in told[0]
+    assert says in told[0]
+    with pytest.raises(CheckpointError, match="step-00000020"):
+        checkpoint.find(str(tmp_path / "checkpoints/step-00000020"), tmp_path, _refused)
+
+
+def test_leftovers_are_no_checkpoints_and_go_with_the_next_save(tmp_path: Path) -> None:
+    folder = tmp_path / "checkpoints"
+    for name in (".tmp-step-00000030", ".old-step-00000010"):
+        (folder / name).mkdir(parents=True)
+        (folder / name / "drafter.safetensors").write_bytes(b"x")
+    assert checkpoint.latest(tmp_path, _refused) is None
+    _save(tmp_path, 30)
+    assert [p.name for p in folder.iterdir()] == ["step-00000030"]
+
+
+def test_find_takes_a_folder_a_run_or_an_id(tmp_path: Path) -> None:
+    run = tmp_path / "tiny-1129-1200"
+    path = _save(run, 10)
+    for name in (str(path), str(run), "tiny-1129-1200"):
+        assert checkpoint.find(name, tmp_path, _refused).path == path
+    (tmp_path / "empty").mkdir()
+    with pytest.raises(CheckpointError, match=r"no usable checkpoint in .*empty/checkpoints"):
+        checkpoint.find("empty", tmp_path, _refused)
+    with pytest.raises(CheckpointError, match="no such checkpoint, run folder, or run in"):
+        checkpoint.find("nowhere", tmp_path, _refused)
+
+
+def test_resuming_with_other_settings_is_refused_by_name(tmp_path: Path) -> None:
+    then = parse({"train": {"steps": 10}, "devices": {"drafters": ["cpu", "cpu"]}})
+    record = {"settings": json.loads(json.dumps(checkpoint.settings(then, "abc")))}
+    found = checkpoint.Checkpoint(tmp_path, record)
+    free = {"steps": 10, "log_every": 3, "checkpoint_every": 1, "keep": 9}
+    same = parse({"train": free, "devices": {"drafters": ["cuda:0", "cuda:1"], "targets": ["cpu", "cpu"]}})
+    checkpoint.refuse_differences(found, checkpoint.settings(same, "abc"))
+    other = parse({"train": {"steps": 20}, "drafter": {"layers": 2}})
+    with pytest.raises(CheckpointError) as error:
+        checkpoint.refuse_differences(found, checkpoint.settings(other, "abd"))
+    lines = str(error.value).splitlines()[1:]
+    assert lines == [
+        "  drafter.layers: 5 in the checkpoint, 2 now",
+        "  train.steps: 10 in the checkpoint, 20 now",
+        "  devices.drafters (count): 2 in the checkpoint, 1 now",
+        "  dataset content: 'abc' in the checkpoint, 'abd' now",
+    ]
+
+
+def test_a_full_disk_leaves_the_old_ones(tmp_path: Path) -> None:
+    """A file-size limit stands in for the disk: writing fails half-way, with an error of the operating system."""
+    _save(tmp_path, 10)
+    soft, hard = resource.getrlimit(resource.RLIMIT_FSIZE)
+    resource.setrlimit(resource.RLIMIT_FSIZE, (1 << 16, hard))
+    try:
+        with pytest.raises(CheckpointError, match=r"step-00000020.*could not be saved.*--resume"):
+            _save(tmp_path, 20, keep=1, size=1 << 20)
+    finally:
+        resource.setrlimit(resource.RLIMIT_FSIZE, (soft, hard))
+    assert [p.name for p in (tmp_path / "checkpoints").iterdir()] == ["step-00000010"]
+    assert checkpoint.read(tmp_path / "checkpoints/step-00000010").step == 10
+
+
+@pytest.mark.skipif(os.geteuid() != 0, reason="mounting a small file system needs root")
+def test_a_really_full_disk_leaves_the_old_ones(tmp_path: Path) -> None:
+    if subprocess.run(
+        ["mount", "-t", "tmpfs", "-o", "size=256k", "tmpfs", str(tmp_path)], capture_output=True
+    ).returncode:
+        pytest.skip("no permission to mount")
+    try:
+        _save(tmp_path, 10)
+        with pytest.raises(CheckpointError, match="No space left on device"):
+            _save(tmp_path, 20, size=1 << 18)
+        assert [p.name for p in (tmp_path / "checkpoints").iterdir()] == ["step-00000010"]
+        assert checkpoint.read(tmp_path / "checkpoints/step-00000010").step == 10
+        _save(tmp_path, 30)
+    finally:
+        subprocess.run(["umount", str(tmp_path)], check=True)
+
+
+def test_kill_9_at_any_moment_leaves_a_whole_checkpoint(tmp_path: Path) -> None:
+    """Children save as fast as they can and say what they have saved; killed at random, that or a newer one is there.
+
+    All in a process of its own, because forking one that has threads is asking for trouble.
+    """
+    script = textwrap.dedent(
+        """
+        import os, random, signal, sys, time
+        from pathlib import Path
+        from tests.trainer.test_checkpoint import _refused, _save
+        from trainer import checkpoint
+
+        run, last = Path(sys.argv[1]), 0
+        random.seed(1)
+        for _ in range(25):
+            read, write = os.pipe()
+            child = os.fork()
+            if child == 0:
+                while True:
+                    last += 1
+                    _save(run, last, keep=1, size=20000)
+                    os.write(write, b"%d\\n" % last)
+            os.close(write)
+            said = os.read(read, 100)
+            time.sleep(random.uniform(0, 0.04))
+            os.kill(child, signal.SIGKILL)
+            os.waitpid(child, 0)
+            while more := os.read(read, 4096):
+                said += more
+            os.close(read)
+            found = checkpoint.latest(run, _refused)
+            saved = int(said.split()[-1])
+            assert saved <= found.step <= saved + 1, (saved, found.step)
+            assert (found.masters()["norm.weight"] == found.step + 0.5).all()
+            last = found.step
+        print(last)
+        """
+    )
+    done = subprocess.run(
+        [sys.executable, "-c", script, str(tmp_path)],
+        cwd=ROOT, capture_output=True, text=True, timeout=60, env={**os.environ, "OMP_NUM_THREADS": "1"},
+    )  # fmt: skip
+    assert done.returncode == 0, done.stderr
+    assert int(done.stdout) >= 25
