@@ -213,18 +213,11 @@ class Container:
 
     def oom_kills(self) -> int:
         """How many processes inside the kernel killed for want of memory."""
-        for file in (
-            Path(f"/sys/fs/cgroup/memory/{self.cgroup}/payload/memory.oom_control"),
-            Path(f"/sys/fs/cgroup/{self.cgroup}/payload/memory.events"),
-        ):
-            if file.exists():
-                return int(
-                    next(
-                        line.split()[1]
-                        for line in file.read_text().splitlines()
-                        if line.startswith("oom_kill ")
-                    )
-                )
+        for file in ("memory/memory.oom_control", "memory.events"):
+            path = self.root / "sys/fs/cgroup" / file
+            if path.exists():
+                counters = dict(line.split() for line in path.read_text().splitlines())
+                return int(counters["oom_kill"])
         raise RuntimeError(f"container {self.vmid} has no memory cgroup")
 
     def _lxc(

@@ -154,9 +154,7 @@ def clean_stale() -> list[Path]:
 
 def leftovers(token: str) -> list[str]:
     """What of lab `token` is still there: processes, mounts, cgroups, files. Empty after `close()`."""
-    found = [
-        f"cgroup {path}" for root in _cgroup_roots() for path in root.glob(f"dflashctl-testhost-{token}*")
-    ]
+    found = [f"cgroup {path}" for path in _cgroups(token)]
     found += [f"folder {BASE / token}"] if (BASE / token).exists() else []
     mounts = Path("/proc/self/mountinfo").read_text().splitlines()
     found += [f"mount {line.split()[4]}" for line in mounts if token in line]
@@ -180,19 +178,17 @@ def remove(folder: Path) -> None:
     deadline = time.monotonic() + 10
     while any(start_ticks(e["pid"]) == e["start"] for e in entries) and time.monotonic() < deadline:
         time.sleep(0.01)
-    for root in _cgroup_roots():
-        for top in root.glob(f"dflashctl-testhost-{folder.name}*"):
-            _remove_cgroup(top, deadline)
+    for top in _cgroups(folder.name):
+        _remove_cgroup(top, deadline)
     shutil.rmtree(folder)
 
 
 def _thaw(token: str) -> None:
     """Frozen processes do not die before they are thawed."""
-    for root in _cgroup_roots():
-        for top in root.glob(f"dflashctl-testhost-{token}*"):
-            for name, word in (("freezer.state", "THAWED"), ("cgroup.freeze", "0")):
-                for file in top.rglob(name):
-                    file.write_text(word)
+    for top in _cgroups(token):
+        for name, word in (("freezer.state", "THAWED"), ("cgroup.freeze", "0")):
+            for file in top.rglob(name):
+                file.write_text(word)
 
 
 def _remove_cgroup(top: Path, deadline: float) -> None:
@@ -207,6 +203,17 @@ def _remove_cgroup(top: Path, deadline: float) -> None:
                 if time.monotonic() > deadline:
                     raise
                 time.sleep(0.01)
+
+
+def _cgroups(token: str) -> list[Path]:
+    """The lab's own cgroups. LXC makes them below the cgroup of whoever started it, so they may be anywhere."""
+    found = []
+    for root in _cgroup_roots():
+        for path, folders, _ in os.walk(root):
+            if f"dflashctl-testhost-{token}" in folders:
+                found.append(Path(path, f"dflashctl-testhost-{token}"))
+                folders.clear()
+    return found
 
 
 def _cgroup_roots() -> list[Path]:

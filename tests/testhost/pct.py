@@ -219,6 +219,7 @@ def parse(arguments, options):
             failed = True
             continue
         optional = options[names[0]] == "boolean"
+        given = names[0].lower()
         if value is None and queue and not (optional and re.match(rb"[-+].", queue[0], re.DOTALL)):
             value = queue.pop(0)
         if not optional and not value and (value is None or match[2] is not None):
