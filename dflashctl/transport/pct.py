@@ -162,7 +162,11 @@ class PctTransport(Transport):
         )
 
     def _no_program(self, found: re.Match[str], line: str) -> DflashError:
-        why = "does not exist" if found["why"].startswith("No such") else f"can't be run ({found['why'].lower()})"
+        why = (
+            "does not exist"
+            if found["why"].startswith("No such")
+            else f"can't be run ({found['why'].lower()})"
+        )
         return PreflightError(
             f"{found['program']} {why} on {self.label}",
             where=line,
@@ -196,7 +200,9 @@ class PctTransport(Transport):
         """No answer and no word of why: frozen, out of memory, or just slow."""
         vmid = self._host.vmid
         try:
-            answer = self._parent.run([*self._as_root(), "lxc-info", "-n", str(vmid), "-s"], timeout=LOOK_TIMEOUT)
+            answer = self._parent.run(
+                [*self._as_root(), "lxc-info", "-n", str(vmid), "-s"], timeout=LOOK_TIMEOUT
+            )
         except (DflashError, TimeoutError) as error:
             return ContainerError(
                 f"container {vmid} on {self._parent.label} does not answer, nor could its state be read: {error}",

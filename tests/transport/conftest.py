@@ -27,7 +27,8 @@ def free_port() -> int:
 
 
 def make_key(file: Path, *, kind: str = "ed25519", passphrase: str = "") -> Path:
-    subprocess.run(["ssh-keygen", "-q", "-t", kind, "-N", passphrase, "-f", str(file)], check=True)
+    size = ["-b", "2048"] if kind == "rsa" else []
+    subprocess.run(["ssh-keygen", "-q", "-t", kind, *size, "-N", passphrase, "-f", str(file)], check=True)
     return file
 
 
@@ -146,10 +147,23 @@ def client_key(tmp_path_factory: pytest.TempPathFactory) -> Path:
     return make_key(tmp_path_factory.mktemp("keys") / "id")
 
 
-@pytest.fixture
-def make_server(tmp_path: Path, client_key: Path) -> Iterator[Callable[..., Server]]:
+@pytest.fixture(scope="session")
+def shared_server(tmp_path_factory: pytest.TempPathFactory, client_key: Path) -> Iterator[Server]:
+    """For tests that leave it as it is."""
+    skip_without_sshd()
+    server = Server(tmp_path_factory.mktemp("shared") / "sshd", client_key)
+    yield server
+    server.stop()
+
+
+def skip_without_sshd() -> None:
     if not Path(SSHD).exists():
         pytest.skip("openssh-server is not installed")
+
+
+@pytest.fixture
+def make_server(tmp_path: Path, client_key: Path) -> Iterator[Callable[..., Server]]:
+    skip_without_sshd()
     servers: list[Server] = []
 
     def make(**options: str) -> Server:

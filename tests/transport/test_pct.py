@@ -14,7 +14,14 @@ import pytest
 
 from dflashctl import config
 from dflashctl.config import PctHost
-from dflashctl.errors import ConnectionLostError, ContainerError, DflashError, ExitCode, NotFoundError, PreflightError
+from dflashctl.errors import (
+    ConnectionLostError,
+    ContainerError,
+    DflashError,
+    ExitCode,
+    NotFoundError,
+    PreflightError,
+)
 from dflashctl.transport import transport_for
 from dflashctl.transport.base import Result, Transport
 from dflashctl.transport.local import LocalTransport
@@ -45,7 +52,12 @@ RECORDED = [
     ("pmxcfs down: exec", ContainerError, "the cluster file system of pve1 (pmxcfs) is down", "pve-cluster"),
     ("exec not found", PreflightError, "/no/such/cmd does not exist on ct200 on pve1", "hosts.toml"),
     ("exec not found in PATH", PreflightError, "nosuchcmd does not exist on ct200 on pve1", "hosts.toml"),
-    ("exec not executable", PreflightError, "/etc/hostname can't be run (permission denied) on", "hosts.toml"),
+    (
+        "exec not executable",
+        PreflightError,
+        "/etc/hostname can't be run (permission denied) on",
+        "hosts.toml",
+    ),
     ("exec bad vmid 99", ContainerError, "pct on pve1 does not understand the command", "vmid"),
     ("exec keep-env bad value", ContainerError, "pct on pve1 does not understand the command", "pveversion"),
     ("exec no command", ContainerError, "pct on pve1 does not understand the command", ""),
@@ -107,7 +119,10 @@ def test_an_attach_that_fails_otherwise() -> None:
         ("bash: line 1: sudo: command not found", "pve1 has no sudo"),
         ("zsh:1: command not found: sudo", "pve1 has no sudo"),
         ("sudo: a password is required", "root on pve1 may not run pct by sudo without a password"),
-        ("Sorry, user ann is not allowed to execute '/usr/sbin/pct exec 200' as root on pve1.", "root on pve1 may not"),
+        (
+            "Sorry, user ann is not allowed to execute '/usr/sbin/pct exec 200' as root on pve1.",
+            "root on pve1 may not",
+        ),
         ("ann is not in the sudoers file.", "root on pve1 may not run pct"),
         ("please run as root", "pct needs root"),
     ],

@@ -1,4 +1,4 @@
-"""The keys a login may be tried with: files the user names, the agent's, the default files."""
+"""Logging in: which keys are offered (files the user names, the agent's, the default ones) and what refusals mean."""
 
 from __future__ import annotations
 
@@ -13,6 +13,7 @@ from dflashctl.transport.sshconfig import Endpoint
 
 if TYPE_CHECKING:
     from paramiko import AgentKey, PKey
+    from paramiko import Transport as Connection
 
 DEFAULT_FILES = ("id_ed25519", "id_ecdsa", "id_rsa")
 
@@ -125,3 +126,68 @@ def _held_by_agent(file: Path, agent_keys: list[AgentKey]) -> AgentKey | None:
     except (OSError, IndexError, ValueError):
         return None
     return next((key for key in agent_keys if key.asbytes() == blob), None)
+
+
+def log_in(endpoint: Endpoint, connection: Connection, limit: float) -> None:
+    """Offer one key after the other, within `limit` seconds an answer. Raises UnreachableError."""
+    import paramiko
+
+    connection.auth_timeout = limit
+    identities = gather(endpoint)
+    refused: list[str] = []
+    allowed: list[str] = []
+    for identity in identities.offers:
+        try:
+            further = connection.auth_publickey(endpoint.user, identity.key)
+        except paramiko.BadAuthenticationType as error:
+            allowed = error.allowed_types
+            break
+        except (paramiko.SSHException, EOFError, OSError) as error:
+            refused.append(identity.words)
+            if connection.is_active() and isinstance(error, paramiko.AuthenticationException):
+                continue
+            raise _login_broke(endpoint, refused, error, limit) from error
+        if not further:
+            return
+        refused.append(f"{identity.words}, accepted, but {' and '.join(further)} asked for as well")
+        allowed = further
+    raise _login_refused(endpoint, identities, refused, allowed)
+
+
+def _login_broke(endpoint: Endpoint, tried: list[str], error: Exception, limit: float) -> UnreachableError:
+    if "timeout" in str(error).lower():
+        return UnreachableError(
+            f"the login at {endpoint.login} got no answer within {limit:g} s",
+            where=f"tried {tried[-1]}",
+            hint="the host is overloaded, or its agent or PAM hangs; raise connect_timeout, or try ssh by hand",
+        )
+    return UnreachableError(
+        f"{endpoint.login} broke the login off after {len(tried)} key{'s' if len(tried) != 1 else ''}",
+        where="tried " + ", ".join(tried),
+        hint="name the right key: identity_file in hosts.toml, or IdentityFile and IdentitiesOnly in ~/.ssh/config",
+    )
+
+
+def _login_refused(
+    endpoint: Endpoint, identities: Identities, refused: list[str], allowed: list[str]
+) -> UnreachableError:
+    tried = [*refused, *identities.unusable]
+    if allowed and "publickey" not in allowed:
+        return UnreachableError(
+            f"{endpoint.login} takes no keys, only {', '.join(allowed)}",
+            where="tried " + ", ".join(tried) if tried else "",
+            hint="allow PubkeyAuthentication in its sshd_config; dflashctl types no passwords",
+        )
+    if identities.locked:
+        hint = f"unlock it for the agent: ssh-add {identities.locked}"
+        if not identities.agent_answers:
+            hint += "  (no agent with keys answers now: eval $(ssh-agent) first)"
+    else:
+        hint = f"put your key there: ssh-copy-id {'-p ' + str(endpoint.port) + ' ' if endpoint.port != 22 else ''}"
+        hint += f"{endpoint.user}@{endpoint.address}; or set identity_file or user of the host in hosts.toml"
+    agent = "" if identities.agent_answers else "; the agent holds none"
+    return UnreachableError(
+        f"login refused by {endpoint.login}" + ("" if tried else ": there is no key to offer"),
+        where=("tried " + ", ".join(tried) if tried else "looked in ~/.ssh") + agent,
+        hint=hint,
+    )
