@@ -161,6 +161,12 @@ class Agent:
             "disk": probe.disk(run.folder),
         }
 
+    def do_config(self, workspace, run_id=None):
+        """The configuration a run was launched with, to launch another like it."""
+        folder = store.find_run(workspace, run_id)
+        with open(os.path.join(folder, "config.toml"), encoding="utf-8") as file:
+            return {"run_id": os.path.basename(folder), "path": folder, "config_toml": file.read()}
+
     def do_list(self, workspace, limit=20):
         known = store.run_ids(workspace)
         rows = []
@@ -199,7 +205,7 @@ class Follower:
         self.agent = agent
         self.run = run
         self.path = os.path.join(run.folder, "run.log")
-        self.fd = None
+        self.fd = -1
         self.offset = 0
         self.said = time.monotonic()
 

@@ -3,6 +3,7 @@
 Standard library only, Python >= 3.9.
 """
 
+import contextlib
 import json
 import os
 import pwd
@@ -73,7 +74,6 @@ def start(workspace, run_id, manifest, config_toml, argv, environment, grace):
     """
     workspace = os.path.abspath(os.path.expanduser(workspace))
     run_dir = os.path.join(store.runs_dir(workspace), run_id)
-    argv = [word.replace("{run}", run_dir) for word in argv]
     environment = trainer_environment(os.environ, environment, argv)
     user = pwd.getpwuid(os.geteuid()).pw_name
     manifest = {**manifest, "run_id": run_id, "argv": argv, "user": user, "created": time.time()}
@@ -211,10 +211,8 @@ def end_unsupervised(run_dir, state, request, pause):
 
 
 def signal_group(group, number):
-    try:
+    with contextlib.suppress(ProcessLookupError, PermissionError):  # gone, or told by verify_gone
         os.killpg(group, number)
-    except (ProcessLookupError, PermissionError):
-        pass  # gone, or told by verify_gone
 
 
 def verify_gone(state, pause):

@@ -143,7 +143,7 @@ class EventsReader:
         self.inode = None
         self.offset = 0
         self.last = None
-        self.steps = collections.deque(maxlen=STEPS_KEPT)
+        self.steps: collections.deque = collections.deque(maxlen=STEPS_KEPT)
         self.phases = {}
         self.bad_lines = 0
 

@@ -35,7 +35,7 @@ def preflight(pause, gpus, workspace, python, release, devices, need_bytes, path
     """
     workspace = os.path.abspath(os.path.expanduser(workspace))
     wants_gpu = any(name.startswith("cuda") for name in devices)
-    imports = Imports(workspace, python, environment or {})
+    imports = Imports(workspace, python, environment or {}, wants_gpu)
     imports.start()
     answer = {
         "workspace": workspace,
@@ -88,10 +88,11 @@ def active_runs(workspace):
 class Imports:
     """Versions of what the trainer imports, found by importing it with its own interpreter; success is kept in a file."""
 
-    def __init__(self, workspace, python, environment):
+    def __init__(self, workspace, python, environment, wants_gpu):
         self.python = python
         self.environment = control.trainer_environment(os.environ, environment, [python])
         self.cache = os.path.join(store.root(workspace), "cache", "preflight.json")
+        self.wants_gpu = wants_gpu
         self.found = {}
         self.process = None
         self.thread = threading.Thread(target=self.look, name="imports", daemon=True)
@@ -117,7 +118,7 @@ class Imports:
             return
         key = self.key(program)
         kept = supervisor.read_json(self.cache)
-        if kept and kept.get("key") == key:
+        if kept and kept.get("key") == key and (kept["found"].get("cuda_devices") or not self.wants_gpu):
             self.found = kept["found"]
             return
         self.found = self.ask(program)

@@ -85,7 +85,7 @@ def parse_gpu(line):
     # a name may hold a comma; the figures are the last cells
     row = {"index": int(cells[0]), "name": ", ".join(cells[1 : -len(GPU_FIELDS)])}
     faults = []
-    for (name, kind), cell in zip(GPU_FIELDS, cells[-len(GPU_FIELDS) :]):
+    for (name, kind), cell in zip(GPU_FIELDS, cells[-len(GPU_FIELDS) :]):  # noqa: B905 (3.9 has no strict)
         try:
             row[name] = kind(float(cell))
         except ValueError:

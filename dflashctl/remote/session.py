@@ -2,17 +2,20 @@
 
 from __future__ import annotations
 
+import contextlib
 import functools
-import io
 import json
+import os
 import secrets
 import time
 import zlib
 from collections.abc import Iterator
 from pathlib import Path
-from typing import Any, BinaryIO
+from typing import Any
 
+from dflashctl.config import Host, LocalHost
 from dflashctl.errors import ConnectionLostError, DflashError, NotFoundError, PreflightError, UnreachableError
+from dflashctl.runs import RunExistsError
 from dflashctl.transport.base import Channel, Result, Transport
 
 MODULES = ("supervisor", "journal", "probe", "store", "control", "preflight", "agent")
@@ -49,7 +52,7 @@ made.main(header)
 
 ERRORS: dict[str, type[DflashError]] = {
     "not_found": NotFoundError,
-    "exists": PreflightError,
+    "exists": RunExistsError,
     "disk_full": PreflightError,
     "not_writable": PreflightError,
 }
@@ -77,6 +80,7 @@ class Session:
         workspace: sent with every request.
         path: PATH of the agent.
         timeout: seconds within which the agent must be up.
+        owns_transport: closing the session closes its transport too.
 
     Attributes:
         begin: the agent's first words: python, executable, pid, user, boot_id, hostname.
@@ -91,18 +95,34 @@ class Session:
         workspace: str,
         path: str = PATH,
         timeout: float = 30.0,
+        owns_transport: bool = False,
     ) -> None:
         self.transport = transport
         self.python = python
         self.workspace = workspace
         self.path = path
         self.timeout = timeout
+        self.owns_transport = owns_transport
         self.begin: dict[str, Any] = {}
         self.start_seconds = 0.0
         self._channel: Channel | None = None
         self._buffer = bytearray()
         self._noise = bytearray()
         self._next_id = 0
+
+    @classmethod
+    def on(cls, host: Host, transport: Transport, *, owns_transport: bool = False) -> Session:
+        """The session for a host of hosts.toml. Its PATH: the host's `environment.PATH`, on this machine our own."""
+        path = host.environment.get("PATH") or (
+            os.environ.get("PATH") if isinstance(host, LocalHost) else None
+        )
+        return cls(
+            transport,
+            python=host.python,
+            workspace=host.workspace,
+            path=path or PATH,
+            owns_transport=owns_transport,
+        )
 
     def __enter__(self) -> Session:
         self.open()
@@ -121,10 +141,10 @@ class Session:
         program = zlib.compress(json.dumps({"nonce": nonce, "modules": _sources()}).encode(), 6)
         self._channel = self.transport.open(agent_argv(self.python, self.path), timeout=self.timeout)
         try:
-            try:
+            with contextlib.suppress(
+                BrokenPipeError
+            ):  # it ended before it read anything; its stderr says why
                 self._channel.write(b"%08d" % len(program) + program)
-            except BrokenPipeError:
-                pass  # it ended before it read anything; its stderr says why
             frame = self._frame(begun + self.timeout)
             if frame is None or "begin" not in frame:
                 raise self._no_begin(self._result())
@@ -146,27 +166,23 @@ class Session:
         if self._channel is not None:
             self._channel.close()
             self._channel = None
+        if self.owns_transport:
+            self.transport.close()
 
     def call(
-        self,
-        method: str,
-        *,
-        timeout: float = 30.0,
-        payload: bytes | BinaryIO = b"",
-        size: int | None = None,
-        **params: Any,
+        self, method: str, *, timeout: float = 30.0, payload: bytes = b"", **params: Any
     ) -> dict[str, Any]:
         """Ask and wait for the answer.
 
         Args:
             timeout: seconds of silence after which the connection counts as lost.
-            payload: raw bytes sent after the request; a file needs its `size`.
+            payload: raw bytes sent after the request.
 
         Raises:
             NotFoundError, PreflightError, DflashError: what the agent refused.
             ConnectionLostError: the agent or the connection is gone; the call may or may not have taken effect.
         """
-        number = self._send(method, params, payload, size)
+        number = self._send(method, params, payload)
         while True:
             frame = self._next(time.monotonic() + timeout, timeout)
             if frame.get("id") == number:
@@ -175,9 +191,10 @@ class Session:
     def stream(self, method: str, *, silence: float = 20.0, **params: Any) -> Iterator[dict[str, Any]]:
         """Ask for a stream: yields items, and last of all {"end": answer}. Closing the iterator ends the stream over there.
 
-        Raises what `call` raises; ConnectionLostError when nothing comes for `silence` seconds (the agent gives a pulse every 5 s).
+        Raises what `call` raises; ConnectionLostError when nothing comes for `silence`
+        seconds (the agent gives a pulse every 5 s).
         """
-        number = self._send(method, params, b"", None)
+        number = self._send(method, params, b"")
         done = False
         try:
             while True:
@@ -203,16 +220,14 @@ class Session:
         except ConnectionLostError:
             self.close()
 
-    def _send(self, method: str, params: dict[str, Any], payload: bytes | BinaryIO, size: int | None) -> int:
+    def _send(self, method: str, params: dict[str, Any], payload: bytes) -> int:
         self.open()
         self._next_id += 1
-        if isinstance(payload, bytes):
-            size, payload = len(payload), io.BytesIO(payload)
         params = {"workspace": self.workspace, **params}
-        request = {"id": self._next_id, "method": method, "params": params, "payload": size}
+        request = {"id": self._next_id, "method": method, "params": params, "payload": len(payload)}
         self._write(json.dumps(request).encode() + b"\n")
-        while piece := payload.read(PIECE):
-            self._write(piece)
+        for start in range(0, len(payload), PIECE):
+            self._write(payload[start : start + PIECE])
         return self._next_id
 
     def _write(self, data: bytes) -> None:

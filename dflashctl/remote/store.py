@@ -161,7 +161,7 @@ def unpack(payload, folder, sha256):
     """Regular files and folders of a tar stream, with plain relative names; then the checksum of the whole stream."""
     source = Hashed(payload)
     try:
-        with tarfile.open(fileobj=source, mode="r|") as archive:
+        with tarfile.open(fileobj=source, mode="r|") as archive:  # type: ignore[call-overload]  # read() is all it needs
             for entry in archive:
                 parts = entry.name.split("/")
                 if entry.name.startswith("/") or ".." in parts or not (entry.isreg() or entry.isdir()):

@@ -78,7 +78,7 @@ def processes():
 def members(pgid, root=None):
     """Living processes of the group or session `pgid`, and descendants of `root` where given (`root` and we ourselves not)."""
     table = processes()
-    children = {}
+    children: dict = {}
     for pid, (_, parent, _, _) in table.items():
         children.setdefault(parent, []).append(pid)
     found = {pid for pid, (_, _, group, session) in table.items() if pgid in (group, session)}
@@ -232,12 +232,13 @@ class Supervisor:
         self.dir = run_dir
         self.state = read_json(self.path("state.json")) or new_state(os.path.basename(run_dir), None)
         self.child = None
+        self.pid = 0  # of the trainer; its group's and session's number too
         self.ended = False  # the trainer itself, not yet what it left behind
         self.deadline = None  # monotonic time at which a stop turns into a kill
         self.grace = 60.0
         self.log_size = -1
         self.oom_base = 0
-        self.cgroup = (0, [])
+        self.cgroup: tuple = (0, [])
 
     def path(self, name):
         return os.path.join(self.dir, name)
@@ -294,7 +295,7 @@ class Supervisor:
             return self.refuse(f"can't start {what}: {error.strerror or error}", code)
         except subprocess.SubprocessError as error:
             return self.refuse(f"can't start {spec['argv'][0]}: {error}", 126)
-        pid = self.child.pid
+        pid = self.pid = self.child.pid
         self.state.update(
             status="running", pid=pid, pgid=pid, pid_start_ticks=start_ticks(pid), started=time.time()
         )
@@ -333,7 +334,7 @@ class Supervisor:
             if pid == 0:
                 return
             self.peak(usage.ru_maxrss * 1024)
-            if pid == self.child.pid and not self.ended:
+            if pid == self.pid and not self.ended:
                 self.note_end(status)
 
     def request_stop(self):
@@ -346,18 +347,17 @@ class Supervisor:
         self.beat()
         if not self.ended:
             with contextlib.suppress(ProcessLookupError, PermissionError):
-                os.killpg(self.child.pid, signal.SIGTERM)
+                os.killpg(self.pid, signal.SIGTERM)
 
     def kill(self):
         """KILL to the group and to every descendant that left it."""
         if not self.ended:
             with contextlib.suppress(ProcessLookupError, PermissionError):
-                os.killpg(self.child.pid, signal.SIGKILL)
-        send(members(self.child.pid, os.getpid()), signal.SIGKILL)
+                os.killpg(self.pid, signal.SIGKILL)
+        send(members(self.pid, os.getpid()), signal.SIGKILL)
 
     def note_end(self, status):
         self.ended = True
-        self.child.returncode = 0  # reaped here, so that Popen never waits for it
         self.state["ended"] = time.time()
         if os.WIFSIGNALED(status):
             self.state["signal"] = signal_name(os.WTERMSIG(status))
@@ -369,14 +369,14 @@ class Supervisor:
         """Wait for what the trainer left behind, then end it: TERM, two seconds, KILL."""
         begun = time.monotonic()
         asked = False
-        while members(self.child.pid, os.getpid()):
+        while members(self.pid, os.getpid()):
             waited = time.monotonic() - begun
             patience = 2.0 if self.deadline is not None else STRAY_WAIT
             if waited > patience + 2.0:
                 self.kill()
             elif waited > patience and not asked:
                 asked = True
-                send(members(self.child.pid, os.getpid()), signal.SIGTERM)
+                send(members(self.pid, os.getpid()), signal.SIGTERM)
             self.wait_signal(0.1)
 
     def peak(self, bytes_):
@@ -389,9 +389,9 @@ class Supervisor:
         if self.state["unit"] and folders and os.path.basename(folders[0]) == self.state["unit"] + ".service":
             name = "memory.max_usage_in_bytes" if version == 1 else "memory.peak"
             self.peak(read_number(os.path.join(folders[0], name)) or 0)
-        if self.child is not None and not self.ended:
+        if self.pid and not self.ended:
             with contextlib.suppress(OSError, ValueError, IndexError):
-                with open(f"/proc/{self.child.pid}/status") as file:
+                with open(f"/proc/{self.pid}/status") as file:
                     peaks = [int(line.split()[1]) * 1024 for line in file if line.startswith("VmHWM")]
                 self.peak(max(peaks, default=0))
 
@@ -408,7 +408,7 @@ class Supervisor:
                     file.write(f"{time.time():.3f} {size}\n")
 
     def save(self, last=False):
-        """Write state.json. On a full disk a heartbeat is skipped; the end is written into the reserve, and tried for a minute."""
+        """Write state.json. On a full disk a heartbeat is skipped; the end goes into the reserve, and is tried for a minute."""
         for attempt in range(60 if last else 1):
             try:
                 write_json(self.path("state.json"), self.state)

@@ -1,0 +1,192 @@
+"""A run's log as it grows: resumed by byte offset after a lost connection, so that no line is lost or repeated."""
+
+from __future__ import annotations
+
+import base64
+import random
+import re
+import time
+from collections.abc import Callable, Iterator
+from dataclasses import dataclass, field
+from datetime import datetime
+from typing import TYPE_CHECKING, Any
+
+from dflashctl.errors import ContainerError, DflashError, ExitCode, UnreachableError
+
+if TYPE_CHECKING:
+    from dflashctl.remote.session import Session
+
+LONGEST = 256 * 1024
+"""Bytes of a line without an end after which it is passed on in pieces."""
+
+FIRST_DELAY = 1.0
+LAST_DELAY = 30.0
+"""Seconds between two attempts to reconnect: doubled each time, with jitter."""
+
+
+@dataclass(frozen=True)
+class Start:
+    """Where to begin: the last `lines`, or `ago` seconds back, or at `since` (epoch), or at a byte `offset`."""
+
+    lines: int | None = None
+    ago: float | None = None
+    since: float | None = None
+    offset: int | None = None
+
+
+@dataclass(frozen=True)
+class Line:
+    """A line. `end` is "\\n", "\\r" (a progress bar that the next line overwrites), or "" (no end yet)."""
+
+    data: bytes
+    end: str
+
+    @property
+    def text(self) -> str:
+        return self.data.decode("utf-8", "replace")
+
+
+@dataclass(frozen=True)
+class Notice:
+    """Something to tell. kind: truncated | rotated | disconnected | reconnected."""
+
+    kind: str
+    text: str
+
+
+@dataclass(frozen=True)
+class End:
+    """The last item. standing: running (only when not waiting) | exited | lost; state: the supervisor's record."""
+
+    run_id: str
+    standing: str
+    state: dict[str, Any]
+
+
+class SinceError(DflashError):
+    """`--since` can't be understood."""
+
+    exit_code = ExitCode.USAGE
+
+
+_AGE = re.compile(r"(?P<n>\d+(?:\.\d+)?)\s*(?P<unit>[smhd]?)")
+_UNITS = {"": 1.0, "s": 1.0, "m": 60.0, "h": 3600.0, "d": 86400.0}
+
+
+def parse_since(text: str) -> Start:
+    """An age (`90s`, `5m`, `2h`, `1d`) or a time (ISO 8601; this machine's zone unless it names one)."""
+    if found := _AGE.fullmatch(text.strip()):
+        return Start(ago=float(found["n"]) * _UNITS[found["unit"]])
+    try:
+        return Start(since=datetime.fromisoformat(text.strip().replace("Z", "+00:00")).timestamp())
+    except ValueError:
+        raise SinceError(
+            f"can't understand the time {text!r}",
+            hint="write an age (90s, 5m, 2h, 1d) or a time (2026-11-29 15:54)",
+        ) from None
+
+
+@dataclass
+class _Lines:
+    """Cuts bytes into lines and knows the offset of the first byte not passed on."""
+
+    offset: int = 0
+    pending: bytearray = field(default_factory=bytearray)
+
+    def restart(self, offset: int) -> None:
+        self.offset = offset
+        self.pending.clear()
+
+    def take(self, data: bytes) -> Iterator[Line]:
+        self.pending += data
+        start = 0
+        for match in re.finditer(rb"\r*\n|\r+(?!\n)", self.pending):
+            if match.end() == len(self.pending) and match[0].endswith(b"\r"):
+                break  # a \n may follow
+            data, end = bytes(self.pending[start : match.start()]), "\n" if match[0].endswith(b"\n") else "\r"
+            if data or end == "\n":  # a progress bar begins with its \r
+                yield Line(data, end)
+            start = match.end()
+        del self.pending[:start]
+        self.offset += start
+        if len(self.pending) > LONGEST:
+            yield from self.rest()
+
+    def rest(self) -> Iterator[Line]:
+        if self.pending:
+            data = bytes(self.pending)
+            self.restart(self.offset + len(data))
+            yield Line(data.rstrip(b"\r"), "")
+
+
+def follow(
+    open_session: Callable[[], Session],
+    run_id: str | None,
+    start: Start,
+    *,
+    wait: bool = True,
+    sleep: Callable[[float], None] = time.sleep,
+    jitter: Callable[[], float] = random.random,
+) -> Iterator[Line | Notice | End]:
+    """Yield lines, notices, and last of all End.
+
+    With `wait` it ends when the supervisor's record says so, never because a stream ended; without, at the log's end.
+    Connections that break are opened again for as long as it takes, 1 to 30 s apart; the first must succeed.
+
+    Args:
+        open_session: makes a session that is not opened yet, on a connection of its own, which it closes too.
+        run_id: None for the newest; it is settled by the first connection.
+    """
+    lines = _Lines()
+    where: dict[str, Any] = {
+        key: value
+        for key, value in (
+            ("lines", start.lines),
+            ("ago", start.ago),
+            ("since", start.since),
+            ("offset", start.offset),
+        )
+        if value is not None
+    }
+    inode: int | None = None
+    delay = 0.0
+    reached = False
+    while True:
+        session = open_session()
+        try:
+            with session:
+                if run_id is None:
+                    run_id = session.call("snapshot", log_lines=0, want_gpu=False)["run_id"]
+                for item in session.stream("follow", run_id=run_id, wait=wait, **where):
+                    if "at" in item:
+                        if reached and delay:
+                            yield Notice("reconnected", f"connected again to {session.transport.label}")
+                        lines.restart(item["at"])
+                        inode, reached, delay = item["inode"], True, 0.0
+                    elif "data" in item:
+                        yield from lines.take(base64.b64decode(item["data"]))
+                    elif "truncated" in item:
+                        yield Notice(
+                            "truncated", "the log was cut short over there; going on from its beginning"
+                        )
+                        lines.restart(0)
+                    elif "rotated" in item:
+                        yield from lines.rest()
+                        yield Notice(
+                            "rotated",
+                            "the log was replaced over there; going on from the new one's beginning",
+                        )
+                        lines.restart(0)
+                    elif "end" in item:
+                        end = item["end"]
+                        yield from lines.rest()
+                        yield End(end["run_id"], end["standing"], end["state"] or {})
+                        return
+                    where = {"offset": lines.offset, "inode": inode}
+        except (UnreachableError, ContainerError) as error:
+            if not reached:
+                raise
+            delay = min(LAST_DELAY, max(FIRST_DELAY, delay * 2))
+            pause = min(LAST_DELAY, max(FIRST_DELAY, delay * (0.5 + jitter())))
+            yield Notice("disconnected", f"{error.message}; trying again in {pause:.0f} s")
+            sleep(pause)

@@ -1,0 +1,222 @@
+"""Launch: check first, send the trainer if it is not there yet, start the run detached under its supervisor."""
+
+from __future__ import annotations
+
+import shlex
+import time
+from collections.abc import Callable, Mapping
+from dataclasses import dataclass, field
+from typing import TYPE_CHECKING, Any
+
+from dflashctl import deploy, runs
+from dflashctl.config import Host, PctHost
+from dflashctl.errors import DflashError
+from dflashctl.preflight import judge, preflight
+from dflashctl.profile import Profile
+
+if TYPE_CHECKING:
+    from dflashctl.remote.session import Session
+
+GRACE = 60.0
+"""Seconds a stopped trainer gets to save a checkpoint."""
+
+
+@dataclass(frozen=True)
+class Launched:
+    """Attributes:
+    run_id: None after a dry run.
+    path: the run's folder over there.
+    state: the supervisor's first record; status `exited` when the trainer could not be started.
+    release: content hash of the trainer's tree.
+    deployed: whether it was sent now.
+    facts: the preflight's answer (docs/architecture.md).
+    notes: what a person should know, such as GPUs taken by force.
+    commands: what was run over there, or would be; secrets hidden.
+    reach_seconds, seconds: until the agent answered; in all.
+    """
+
+    run_id: str | None
+    path: str
+    state: dict[str, Any]
+    release: str
+    deployed: bool
+    profile: Profile
+    facts: dict[str, Any]
+    notes: list[str] = field(default_factory=list)
+    commands: list[str] = field(default_factory=list)
+    reach_seconds: float = 0.0
+    seconds: float = 0.0
+
+
+def launch(
+    session: Session,
+    host: Host,
+    profile: Profile,
+    *,
+    name: str | None = None,
+    force: bool = False,
+    dry_run: bool = False,
+    environment: Mapping[str, str] | None = None,
+    resume: str | None = None,
+    grace: float = GRACE,
+    tell: Callable[[str], None] = lambda _: None,
+) -> Launched:
+    """Preflight, deploy, start.
+
+    Args:
+        name: names the run exactly so, and is refused when taken; else the profile's stem and the time name it.
+        force: launch although the chosen GPUs are busy.
+        dry_run: check, and return the commands instead of running them.
+        environment: added to the host's, over it; values are never shown or kept.
+        resume: a run of this host to go on from.
+        tell: told what is being done, in a few words.
+
+    Raises:
+        PreflightError: a check failed; nothing was started.
+        NotFoundError: no run `resume`.
+        RunNameError, ConnectionLostError, and what the session raises.
+    """
+    begun = time.monotonic()
+    if name is not None:
+        runs.check_name(name)
+    session.open()
+    release = deploy.collect()
+    variables = {**host.environment, **(environment or {})}
+    resume_dir = session.call("config", run_id=resume)["path"] if resume else None
+    tell("checking")
+    facts = preflight(session, host, profile, release, variables)
+    notes = judge(facts, profile, host, session.transport.label, force=force)
+    plan = Plan(session, host, profile, release, variables, resume_dir, grace)
+    first = name or next(runs.candidates(profile.stem, time.time()))
+    if dry_run:
+        return Launched(
+            None,
+            runs.run_dir(host.workspace, first),
+            {},
+            release.hash,
+            False,
+            profile,
+            facts,
+            notes,
+            plan.commands(first, facts),
+            session.start_seconds,
+            time.monotonic() - begun,
+        )
+    deployed = False
+    if not facts["release_present"]:
+        tell(f"sending the trainer ({release.size / 1e6:.1f} MB)")
+        deployed = deploy.deploy(session, release)
+    tell("starting")
+    answer = plan.start(name)
+    if answer["note"]:
+        notes = [*notes, answer["note"]]
+    return Launched(
+        answer["run_id"],
+        answer["path"],
+        answer["state"],
+        release.hash,
+        deployed,
+        profile,
+        facts,
+        notes,
+        plan.commands(answer["run_id"], facts),
+        session.start_seconds,
+        time.monotonic() - begun,
+    )
+
+
+@dataclass(frozen=True)
+class Plan:
+    """All that starting a run takes, apart from its id."""
+
+    session: Session
+    host: Host
+    profile: Profile
+    release: deploy.Release
+    variables: Mapping[str, str]
+    resume_dir: str | None
+    grace: float
+
+    def argv(self, run_id: str) -> list[str]:
+        """The trainer's command."""
+        run = runs.run_dir(self.host.workspace, run_id)
+        argv = [
+            self.host.python,
+            "-u",
+            "-m",
+            "trainer",
+            "train",
+            "--config",
+            f"{run}/config.toml",
+            "--run-dir",
+            run,
+        ]
+        return [*argv, "--resume", self.resume_dir] if self.resume_dir else argv
+
+    def environment(self, run_id: str) -> dict[str, str]:
+        release = runs.release_dir(self.host.workspace, self.release.hash)
+        path = ":".join(part for part in (release, self.variables.get("PYTHONPATH", "")) if part)
+        return {**self.variables, "PYTHONPATH": path, "DFLASH_RUN_ID": run_id}
+
+    def start(self, name: str | None) -> dict[str, Any]:
+        """Start under `name`, or under the first free id made from the profile's stem."""
+        if name is not None:
+            return self.start_as(name, name)
+        for run_id in runs.candidates(self.profile.stem, time.time()):
+            try:
+                return self.start_as(run_id, runs.name_from(self.profile.stem))
+            except runs.RunExistsError:
+                continue
+        raise DflashError("a hundred runs were launched within this minute", hint="give each a --name")
+
+    def start_as(self, run_id: str, name: str) -> dict[str, Any]:
+        manifest = runs.manifest(
+            name=name,
+            release=self.release.hash,
+            host=self.host.name,
+            vmid=self.host.vmid if isinstance(self.host, PctHost) else None,
+            config_path=self.profile.origin,
+            devices=self.profile.devices,
+            warmup=self.profile.warmup,
+            environment=self.variables,
+            resume=self.resume_dir,
+        )
+        return self.session.call(
+            "start",
+            timeout=60.0,
+            run_id=run_id,
+            manifest=manifest,
+            config_toml=self.profile.toml,
+            argv=self.argv(run_id),
+            environment=self.environment(run_id),
+            grace=self.grace,
+        )
+
+    def commands(self, run_id: str, facts: Mapping[str, Any]) -> list[str]:
+        """What is run over there, one a line, secrets hidden."""
+        from dflashctl.remote import control
+        from dflashctl.remote.session import agent_argv
+
+        run = runs.run_dir(self.host.workspace, run_id)
+        agent = [*agent_argv(self.session.python, self.session.path)[:-1], "<agent on stdin>"]
+        python = self.session.begin["executable"]
+        found = [shlex.join(agent)]
+        if not facts["release_present"]:
+            path = runs.release_dir(self.host.workspace, self.release.hash)
+            found.append(
+                f"tar -x -C {shlex.quote(path)}   # {self.release.size:,} bytes from stdin, by the agent"
+            )
+        found.append(f"mkdir {shlex.quote(run)}   # config.toml, manifest.json, supervisor.py")
+        if facts["systemd"]:
+            found.append(shlex.join(control.unit_argv(run_id, run, python, self.grace)))
+        else:
+            found.append("setsid " + shlex.join(control.supervisor_argv(run, python)))
+        shown = {"PYTHONPATH", "DFLASH_RUN_ID"}
+        settings = [
+            f"{key}={shlex.quote(value) if key in shown else '***'}"
+            for key, value in self.environment(run_id).items()
+        ]
+        found.append(
+            f"cd {shlex.quote(self.host.workspace)} && env {' '.join(settings)} {shlex.join(self.argv(run_id))}"
+        )
+        return found

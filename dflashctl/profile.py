@@ -1,0 +1,130 @@
+"""A launch profile: the trainer's own configuration file with what the host says merged in."""
+
+from __future__ import annotations
+
+import json
+import re
+import sys
+from collections.abc import Mapping
+from dataclasses import dataclass
+from pathlib import Path, PurePosixPath
+from typing import Any
+
+from dflashctl import deploy
+from dflashctl.config import Host, LocalHost
+from dflashctl.errors import ConfigError
+from trainer import config as trainer_config
+
+if sys.version_info >= (3, 11):
+    import tomllib
+else:
+    import tomli as tomllib
+
+PATHS = (("target", "model"), ("data", "path"), ("evaluate", "prompts"))
+"""Settings that name files."""
+
+
+@dataclass(frozen=True)
+class Profile:
+    """A training configuration with the host's say merged in.
+
+    Attributes:
+        stem: what the run is named after.
+        origin: the file, or what stands for it.
+        toml: the merged file's text, with absolute paths.
+        config: the same, validated.
+        warmup: seconds each phase may be silent.
+    """
+
+    stem: str
+    origin: str
+    toml: str
+    config: trainer_config.Config
+    warmup: Mapping[str, float]
+
+    @property
+    def devices(self) -> dict[str, list[str]]:
+        return {"targets": list(self.config.devices.targets), "drafters": list(self.config.devices.drafters)}
+
+    @property
+    def all_devices(self) -> list[str]:
+        return sorted({*self.config.devices.targets, *self.config.devices.drafters})
+
+    @property
+    def paths(self) -> list[str]:
+        """Files over there that must exist."""
+        values = [getattr(getattr(self.config, section), key) for section, key in PATHS]
+        return [value for value in values if value and not value.startswith(trainer_config.BUNDLED)]
+
+
+def bundled_profile() -> Path:
+    """The demo that runs when no configuration is named."""
+    return deploy.package_dir() / "profiles" / "tiny" / "train.toml"
+
+
+def load_profile(path: Path | None, host: Host, *, text: str | None = None, origin: str = "") -> Profile:
+    """Read a training configuration (the bundled demo without one) and merge in what the host says.
+
+    What the file says wins over the host. Relative paths are taken from the file's folder on this machine, elsewhere from
+    the workspace. `text` stands for a file that lies over there already. Raises ConfigError.
+    """
+    file = path or bundled_profile()
+    origin = origin or str(file if path else "bundled:tiny/train.toml")
+    try:
+        raw = tomllib.loads(file.read_text("utf-8") if text is None else text)
+    except FileNotFoundError:
+        raise ConfigError("no such training config", where=str(file), hint="check --config") from None
+    except (OSError, UnicodeDecodeError, tomllib.TOMLDecodeError) as error:
+        raise ConfigError(f"the training config can't be read: {error}", where=str(file)) from error
+    stem = file.stem if path else "tiny"
+    base = str(file.resolve().parent) if isinstance(host, LocalHost) else host.workspace
+    try:
+        trainer_config.parse(raw, origin)
+        merged = merge(raw, host, base)
+        config = trainer_config.parse(merged, origin)
+    except trainer_config.ConfigError as error:
+        raise ConfigError(str(error), hint="every setting is described in trainer/config.py") from error
+    unknown = set(config.warmup) - set(host.warmup)
+    if unknown:
+        raise ConfigError(
+            f"{origin}: unknown phase `warmup.{min(unknown)}`",
+            hint=f"the phases are {', '.join(host.warmup)}",
+        )
+    return Profile(stem, origin, to_toml(merged), config, {**host.warmup, **config.warmup})
+
+
+def merge(raw: Mapping[str, Any], host: Host, base: str) -> dict[str, Any]:
+    """The raw configuration with the host's devices where it names none, and with absolute paths."""
+    merged = {key: dict(value) if isinstance(value, Mapping) else value for key, value in raw.items()}
+    devices = merged.setdefault("devices", {})
+    for kind, names in (("targets", host.devices.targets), ("drafters", host.devices.drafters)):
+        if names:
+            devices.setdefault(kind, list(names))
+    for section, key in PATHS:
+        value = merged.get(section, {}).get(key)
+        if value and not value.startswith((trainer_config.BUNDLED, "/", "~")):
+            merged[section][key] = str(PurePosixPath(base) / value)
+    return merged
+
+
+def to_toml(raw: Mapping[str, Any]) -> str:
+    """TOML text of a table whose values are scalars, lists of scalars, or tables of these."""
+    top = [f"{_key(k)} = {_value(v)}" for k, v in raw.items() if not isinstance(v, Mapping)]
+    for name, table in raw.items():
+        if isinstance(table, Mapping):
+            top += ["", f"[{_key(name)}]", *(f"{_key(k)} = {_value(v)}" for k, v in table.items())]
+    return "\n".join(top).lstrip("\n") + "\n"
+
+
+def _key(key: str) -> str:
+    return key if re.fullmatch(r"[A-Za-z0-9_-]+", key) else json.dumps(key, ensure_ascii=False)
+
+
+def _value(value: Any) -> str:
+    if isinstance(value, bool):
+        return "true" if value else "false"
+    if isinstance(value, str):
+        return json.dumps(value, ensure_ascii=False).replace("\x7f", "\\u007f")
+    if isinstance(value, list):
+        return "[" + ", ".join(_value(item) for item in value) + "]"
+    return repr(value)
