@@ -237,7 +237,7 @@ def test_arguments_outside_ascii_go_through_the_locale(pve1: Node, case: dict[st
     settings = [f"{name}={value}" for name, value in case["env"].items()]
     show = "import os, sys; print(os.fsencode(sys.argv[1]).hex())"
     # LC_ALL for the program inside only, so that its own Python reads the bytes as they come
-    inner = ["env", "LC_ALL=C.UTF-8", "python3", "-c", show, bytes.fromhex(case["arg"])]
+    inner: list[str | bytes] = ["env", "LC_ALL=C.UTF-8", "python3", "-c", show, bytes.fromhex(case["arg"])]
     answer = pve1.run(["env", *unset, *settings, "pct", "exec", "200", "--", *inner])
     assert answer.stdout.decode().strip() == case["got"]
     assert answer.stderr.decode() == case["err"]

@@ -94,13 +94,16 @@ class FaultyProxy:
                 continue
             for end in (client, server):
                 end.setsockopt(socket.IPPROTO_TCP, socket.TCP_NODELAY, 1)
+            pair = (client, server)
             with self._lock:
-                self._pairs.append((client, server))
-            for source, sink in ((client, server), (server, client)):
-                threading.Thread(target=self._pump, args=(source, sink), daemon=True).start()
+                self._pairs.append(pair)
+            for source, sink in (pair, pair[::-1]):
+                threading.Thread(target=self._pump, args=(source, sink, pair), daemon=True).start()
 
-    def _pump(self, source: socket.socket, sink: socket.socket) -> None:
-        """Pass one direction on until its end, then say so to the other side."""
+    def _pump(
+        self, source: socket.socket, sink: socket.socket, pair: tuple[socket.socket, socket.socket]
+    ) -> None:
+        """Pass one direction on until its end, then say so to the other side, unless the end was a cut."""
         with contextlib.suppress(OSError):
             while data := source.recv(65536):
                 if self.latency:
@@ -108,5 +111,6 @@ class FaultyProxy:
                 self._flowing.wait()
                 sink.sendall(data)
         self._flowing.wait()
-        with contextlib.suppress(OSError):
-            sink.shutdown(socket.SHUT_WR)
+        with self._lock, contextlib.suppress(OSError):
+            if pair in self._pairs:
+                sink.shutdown(socket.SHUT_WR)
