@@ -15,9 +15,6 @@ from trainer.events import Events
 from trainer.pipeline.channel import Stopped
 from trainer.runtime.devices import Device
 
-SIGNAL_SLICE = 0.2
-"""Seconds within which a waiting main thread notices a signal."""
-
 JOIN_SECONDS = 10.0
 """How long workers have to leave once a run stops; one that is still there then is hung."""
 
@@ -94,10 +91,7 @@ class Crew:
     def wait(self, done: Callable[[], bool]) -> None:
         """Wait until `done()`; workers call `changed` when it may have become true. Raises Stopped when a run ends."""
         with self._changed:
-            # in slices: the kernel may hand a signal to any thread, and its Python handler runs only once the main
-            # thread, which waits here, wakes up
-            while not self._changed.wait_for(lambda: self._stopping or done(), SIGNAL_SLICE):
-                pass
+            self._changed.wait_for(lambda: self._stopping or done())
         self.check()
 
     def begin(self) -> None:
