@@ -25,13 +25,8 @@ class Place:
 
     def session(self) -> Session:
         """A session that is not opened yet, on a connection of its own, which it closes too."""
-        from dflashctl.remote.session import Session, host_path
+        from dflashctl.remote.session import Session
         from dflashctl.transport import transport_for
-
-        class Owning(Session):
-            def close(self) -> None:
-                super().close()
-                self.transport.close()
 
         transport = transport_for(
             self.host,
@@ -39,12 +34,7 @@ class Place:
             confirm=_confirm if self.may_ask and sys.stdin.isatty() else None,
             accept_new=self.accept_new,
         )
-        return Owning(
-            transport,
-            python=self.host.python,
-            workspace=self.host.workspace,
-            path=host_path(self.host.environment),
-        )
+        return Session.on(self.host, transport, owns_transport=True)
 
 
 def read_hosts(hosts_file: Path | None) -> Hosts:

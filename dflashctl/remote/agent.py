@@ -165,7 +165,10 @@ class Agent:
         """The configuration a run was launched with, to launch another like it."""
         folder = store.find_run(workspace, run_id)
         with open(os.path.join(folder, "config.toml"), encoding="utf-8") as file:
-            return {"run_id": os.path.basename(folder), "path": folder, "config_toml": file.read()}
+            text = file.read()
+        manifest = supervisor.read_json(os.path.join(folder, "manifest.json")) or {}
+        run_id = os.path.basename(folder)
+        return {"run_id": run_id, "name": manifest.get("name", run_id), "path": folder, "config_toml": text}
 
     def do_list(self, workspace, limit=20):
         known = store.run_ids(workspace)

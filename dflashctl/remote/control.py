@@ -115,12 +115,13 @@ def start_unit(run_id, run_dir, grace):
             capture_output=True,
             timeout=20,
         )
-    except (OSError, subprocess.TimeoutExpired) as error:
-        why = str(error)
-    else:
-        if done.returncode == 0:
-            return ""
-        why = done.stderr.decode("utf-8", "replace").strip() or f"exit code {done.returncode}"
+    except subprocess.TimeoutExpired:
+        return (
+            ""  # systemd is slow, not unwilling: the unit may still come, so no second supervisor is started
+        )
+    if done.returncode == 0:
+        return ""
+    why = done.stderr.decode("utf-8", "replace").strip() or f"exit code {done.returncode}"
     state = probe.read_state(run_dir)
     state["unit"] = None
     supervisor.write_json(os.path.join(run_dir, "state.json"), state)

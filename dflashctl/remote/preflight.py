@@ -44,7 +44,7 @@ def preflight(pause, gpus, workspace, python, release, devices, need_bytes, path
         "writable": writable(workspace),
         "disk": probe.disk(store.existing(workspace)),
         "need_bytes": need_bytes,
-        "missing_paths": [path for path in paths if not os.path.exists(os.path.join(workspace, path))],
+        "missing_paths": [path for path in paths if not os.path.exists(os.path.expanduser(path))],
         "gpus": gpus.part(),
         "gpu_processes": probe.gpu_processes()
         if wants_gpu
@@ -58,16 +58,14 @@ def preflight(pause, gpus, workspace, python, release, devices, need_bytes, path
 
 
 def writable(workspace):
-    """True, or why files can't be made there. A folder that is absent is made: the workspace is ours."""
-    folder = store.root(workspace)
-    probe_path = os.path.join(folder, f".writable-{os.getpid()}")
-    try:
-        os.makedirs(folder, exist_ok=True)
-        with open(probe_path, "w") as file:
-            file.write("x")
-        os.unlink(probe_path)
-    except OSError as error:
-        return f"{error.strerror}: {folder}"
+    """True, or why files can't be made there. An absent workspace will be made where its parent allows it."""
+    if os.path.exists(workspace) and not os.path.isdir(workspace):
+        return f"{workspace} is not a folder"
+    for folder in (store.runs_dir(workspace), os.path.dirname(store.release_dir(workspace, "x"))):
+        there = store.existing(folder)
+        if not os.access(there, os.W_OK | os.X_OK):
+            what = "read-only file system" if os.statvfs(there).f_flag & os.ST_RDONLY else "permission denied"
+            return f"{what}: {there}"
     return True
 
 

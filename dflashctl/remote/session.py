@@ -137,6 +137,8 @@ class Session:
             return
         begun = time.monotonic()
         nonce = secrets.token_hex(8)
+        self._buffer.clear()
+        self._noise.clear()
         self._mark = b"\x1e" + nonce.encode()
         program = zlib.compress(json.dumps({"nonce": nonce, "modules": _sources()}).encode(), 6)
         self._channel = self.transport.open(agent_argv(self.python, self.path), timeout=self.timeout)
@@ -149,10 +151,7 @@ class Session:
             if frame is None or "begin" not in frame:
                 raise self._no_begin(self._result())
         except TimeoutError:
-            error = UnreachableError(
-                f"{self.transport.label} did not answer within {self.timeout:g} s",
-                hint="the machine or container may be frozen or overloaded; try again, or log in and look",
-            )
+            error = self._silent()
             self.close()
             raise error from None
         except BaseException:
@@ -279,6 +278,16 @@ class Session:
             code = None
         return Result(code, bytes(self._noise + self._buffer), self._channel.stderr)
 
+    def _silent(self) -> DflashError:
+        assert self._channel is not None
+        error = self.transport.explain(Result(None, bytes(self._noise + self._buffer), self._channel.stderr))
+        if type(error) is not DflashError:
+            return error
+        return UnreachableError(
+            f"{self.transport.label} did not answer within {self.timeout:g} s",
+            hint="it may be overloaded; try again, or log in and look",
+        )
+
     def _no_begin(self, result: Result) -> DflashError:
         text = result.stderr.decode("utf-8", "replace")
         for line in text.splitlines():
@@ -317,8 +326,3 @@ class Session:
             )
         answer: dict[str, Any] = frame["ok"]
         return answer
-
-
-def host_path(environment: dict[str, str] | Any) -> str:
-    """PATH for the agent on a host: its `environment.PATH` where given."""
-    return str(environment.get("PATH", PATH))

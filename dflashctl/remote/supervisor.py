@@ -251,6 +251,8 @@ class Supervisor:
             ctypes.CDLL(None).prctl(PR_SET_CHILD_SUBREAPER, 1, 0, 0, 0)  # orphans of the trainer come to us
         with contextlib.suppress(OSError), open(self.path(".reserve"), "wb") as file:
             file.write(b"\0" * RESERVE)
+        if self.state["status"] != "starting":
+            return  # another supervisor had this run
         pid = os.getpid()
         self.state.update(supervisor_pid=pid, supervisor_start_ticks=start_ticks(pid), boot=boot_identity())
         self.cgroup = memory_cgroups()
