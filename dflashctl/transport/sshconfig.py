@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import fnmatch
 import getpass
 import glob
 import shlex
@@ -51,8 +52,28 @@ class Endpoint:
 
 def resolve(host: SshHost, config_file: Path) -> Endpoint:
     """Fill what `host` leaves open. Raises UnreachableError when ~/.ssh/config can't be understood."""
-    options = _lookup(host, config_file)
-    jump = host.proxy_jump or _unless_none(options.get("proxyjump"))
+    from paramiko import ConfigParseError
+
+    try:
+        return _filled(host, _lookup(host, config_file))
+    except (ConfigParseError, OSError, ImportError, ValueError) as error:
+        raise UnreachableError(
+            f"~/.ssh/config can't be used: {error}",
+            where=str(config_file),
+            hint="correct the file; ssh -G HOST shows how ssh reads it",
+        ) from error
+
+
+def _filled(host: SshHost, options: dict[str, Any]) -> Endpoint:
+    jump, command = host.proxy_jump or "", ""
+    if not jump:
+        # Of ProxyJump and ProxyCommand the first counts, and `ProxyJump none` is none; paramiko keeps their order.
+        jump = _unless_none(options.get("proxyjump"))
+        command = _unless_none(options.get("proxycommand"))
+        if jump and "proxycommand" in list(options)[: list(options).index("proxyjump")]:
+            jump = ""
+        elif jump:
+            command = ""
     identities = [Path(f).expanduser() for f in options.get("identityfile", [])]
     if host.identity_file:
         identities.insert(0, host.identity_file)
@@ -73,8 +94,8 @@ def resolve(host: SshHost, config_file: Path) -> Endpoint:
         known_hosts=tuple(known) or (Path("~/.ssh/known_hosts").expanduser(),),
         key_alias=options.get("hostkeyalias") or "",
         strict=options.get("stricthostkeychecking", "").lower(),
-        jumps=tuple(hop.strip() for hop in jump.split(",") if hop.strip()) if jump else (),
-        proxy_command="" if jump else _unless_none(options.get("proxycommand")),
+        jumps=tuple(hop.strip() for hop in jump.split(",") if hop.strip()),
+        proxy_command=command,
         connect_timeout=host.connect_timeout,
     )
 
@@ -104,32 +125,41 @@ def _unless_none(value: str | None) -> str:
 
 
 def _lookup(host: SshHost, file: Path) -> dict[str, Any]:
-    from paramiko import ConfigParseError, SSHConfig
+    from paramiko import SSHConfig
 
     if not file.is_file():
         return {}
-    try:
-        # The first value wins, and tokens such as %r and %p must stand for what hosts.toml says.
-        first = (f"User {host.user}\n" if host.user else "") + (f"Port {host.port}\n" if host.port else "")
-        return dict(SSHConfig.from_text(first + _with_includes(file, 0)).lookup(host.address))
-    except (ConfigParseError, OSError, UnicodeDecodeError, ImportError) as error:
-        raise UnreachableError(
-            f"~/.ssh/config can't be used: {error}",
-            where=str(file),
-            hint="correct the file; ssh -G HOST shows how ssh reads it",
-        ) from error
+    # The first value wins, and tokens such as %r and %p must stand for what hosts.toml says.
+    first = (f"User {host.user}\n" if host.user else "") + (f"Port {host.port}\n" if host.port else "")
+    return dict(SSHConfig.from_text(first + _with_includes(file, host.address, 0)).lookup(host.address))
 
 
-def _with_includes(file: Path, depth: int) -> str:
-    """The text with `Include` lines replaced by the files they name; paramiko passes over them."""
+def _with_includes(file: Path, alias: str, depth: int) -> str:
+    """The text with `Include` lines replaced by the files they name, for paramiko passes over them.
+
+    An Include counts when the block it stands in does; what follows it belongs to that block again.
+    """
     lines: list[str] = []
+    block, counts = "Host *", True
     for line in file.read_text("utf-8").splitlines():
-        words = line.replace("=", " ", 1).split(None, 1)
-        if len(words) == 2 and words[0].lower() == "include" and depth < INCLUDE_DEPTH:
-            for pattern in shlex.split(words[1]):
-                pattern_path = Path.home() / ".ssh" / Path(pattern).expanduser()
-                for name in sorted(glob.glob(str(pattern_path))):
-                    lines.append(_with_includes(Path(name), depth + 1))
-        else:
+        keyword, _, value = line.strip().replace("=", " ", 1).partition(" ")
+        if keyword.lower() in ("host", "match"):
+            block, counts = line, _counts(keyword, value, alias)
+        if keyword.lower() != "include":
             lines.append(line)
+        elif counts and depth < INCLUDE_DEPTH:
+            for pattern in shlex.split(value):
+                # a relative name is taken from ~/.ssh; an absolute one stays as it is
+                found = glob.glob(str(Path.home() / ".ssh" / Path(pattern).expanduser()))
+                lines += [_with_includes(Path(name), alias, depth + 1) for name in sorted(found)]
+            lines.append(block)
     return "\n".join(lines)
+
+
+def _counts(keyword: str, value: str, alias: str) -> bool:
+    """Whether a Host line speaks of `alias`; of Match lines, only `all` is understood here."""
+    if keyword.lower() == "match":
+        return value.strip().lower() == "all"
+    patterns = shlex.split(value)
+    hit = any(fnmatch.fnmatchcase(alias, p) for p in patterns if not p.startswith("!"))
+    return hit and not any(fnmatch.fnmatchcase(alias, p[1:]) for p in patterns if p.startswith("!"))
