@@ -14,6 +14,7 @@ from __future__ import annotations
 import functools
 from collections.abc import Callable
 from dataclasses import dataclass
+from typing import Any
 
 import torch
 from torch import Tensor
@@ -41,7 +42,8 @@ def anchor_mask(
         lengths: real context tokens a row, `[B]`; None: all S.
     """
     if anchors.device.type == "cuda":
-        return _create_block_mask()(
+        create = create_block_mask if torch.compiler.is_compiling() else _compiled(create_block_mask)
+        return create(
             mask_mod(anchors, valid, block_size, context_length, lengths),
             anchors.shape[0],
             None,
@@ -101,7 +103,10 @@ def attend(
     """
     if isinstance(mask, DenseMask):
         return dense_attention(query, keys, values, context_keys, context_values, mask)
-    return _flex_attention()(
+    flex: Callable[..., Tensor] = (
+        flex_attention if torch.compiler.is_compiling() else _compiled(flex_attention)
+    )
+    return flex(
         query,
         torch.cat((context_keys, keys), 2),
         torch.cat((context_values, values), 2),
@@ -138,12 +143,7 @@ def dense_attention(
     return out.view(b, h, n, d)
 
 
-# Compiled once a process, at first use: without compilation both would materialise the whole score matrix.
 @functools.cache
-def _flex_attention() -> Callable[..., Tensor]:
-    return torch.compile(flex_attention, dynamic=False)
-
-
-@functools.cache
-def _create_block_mask() -> Callable[..., BlockMask]:
-    return torch.compile(create_block_mask, dynamic=False)
+def _compiled(function: Callable[..., Any]) -> Callable[..., Any]:
+    """Compiled once a process, at first use: as they are, both of flex attention's functions form the square mask."""
+    return torch.compile(function, dynamic=False)

@@ -124,10 +124,9 @@ class Drafter(nn.Module):
 
     def _rotary(self, positions: Tensor, dtype: torch.dtype) -> Rotary:
         """cos and sin for positions `[B or 1, n]`, angles in float32."""
-        with torch.autocast(positions.device.type, enabled=False):
-            angles = positions[:, None, :, None].to(torch.float32) * self.inv_freq
-            angles = torch.cat((angles, angles), -1)
-            return angles.cos().to(dtype), angles.sin().to(dtype)
+        angles = positions[:, None, :, None].to(torch.float32) * self.inv_freq
+        angles = torch.cat((angles, angles), -1)
+        return angles.cos().to(dtype), angles.sin().to(dtype)
 
     def fuse(self, features: Tensor) -> Tensor:
         """Target features `[B, S, F*D]` -> context `[B, S, D]`, the same for every layer."""

@@ -97,7 +97,9 @@ class Target:
             ModelError: nothing there, damaged, or not a causal language model.
         """
         from transformers import AutoModelForCausalLM
+        from transformers.utils import logging
 
+        logging.disable_progress_bar()  # a run's log is made of lines
         path, device = Path(path), torch.device(device)
         dtype = resolve_dtype(dtype, device)
         with _LOADING, _explained(path):

@@ -97,6 +97,7 @@ def test_dense_attention_is_plain_attention(k: int) -> None:
     torch.testing.assert_close(attention.attend(**parts, mask=mask), plain(parts, k, 9))
 
 
+@pytest.mark.filterwarnings("ignore:flex_attention called without torch.compile")
 def test_flex_attention_with_our_mask_is_dense_attention() -> None:
     # on the CPU flex attention has no backward
     parts = {name: part.detach() for name, part in tensors(ANCHORS, 4, 9, torch.float32).items()}
@@ -110,6 +111,20 @@ def test_flex_attention_with_our_mask_is_dense_attention() -> None:
         enable_gqa=True,
     )
     torch.testing.assert_close(flex, dense, atol=2e-6, rtol=1e-5)
+
+
+@pytest.mark.filterwarnings("ignore::UserWarning")
+def test_flex_path_traces_whole() -> None:
+    """What CUDA compiles, traced here without generating code: one graph, mask included, and the same values."""
+    parts = {name: part.detach() for name, part in tensors(ANCHORS, 4, 9, torch.float32).items()}
+
+    def both(anchors: Tensor, valid: Tensor, lengths: Tensor, **parts: Tensor) -> Tensor:
+        sees = attention.mask_mod(anchors, valid, 4, 9, lengths)
+        return attention.attend(**parts, mask=create_block_mask(sees, 2, None, 16, 25, device="cpu"))
+
+    traced = torch.compile(both, backend="eager", fullgraph=True)
+    dense = attention.attend(**parts, mask=attention.dense_mask(ANCHORS, VALID, 9, LENGTHS))
+    torch.testing.assert_close(traced(ANCHORS, VALID, LENGTHS, **parts), dense, atol=2e-6, rtol=1e-5)
 
 
 def test_invalid_blocks_give_zeros_and_no_nan_in_either_direction() -> None:

@@ -68,8 +68,7 @@ def test_positions_are_exact_far_out_under_bfloat16(pair: tuple[Target, Drafter]
     position = torch.tensor([[30_000]])
     exact, _ = drafter._rotary(position, torch.float64)
     drafter.bfloat16()
-    with torch.autocast("cpu", torch.bfloat16):
-        got, _ = drafter._rotary(position, torch.float64)
+    got, _ = drafter._rotary(position, torch.float64)
     assert torch.equal(got, exact)
 
 
@@ -229,6 +228,14 @@ def test_overfitting_one_batch_brings_acceptance_to_the_block_size(
     assert first < 1.5
     assert eal == K
     assert all(p.grad is not None and p.grad.any() for p in drafter.parameters()), "every parameter learns"
+
+
+def test_forward_traces_whole(pair: tuple[Target, Drafter], tokens: Tensor) -> None:
+    target, drafter = pair
+    features = target.features(tokens)
+    traced = torch.compile(train_forward, backend="eager", fullgraph=True)
+    expected = train_forward(drafter, target, tokens, features)
+    torch.testing.assert_close(traced(drafter, target, tokens, features), expected)
 
 
 @pytest.mark.gpu
