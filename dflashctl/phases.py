@@ -91,9 +91,12 @@ def ladder(s: Snapshot) -> tuple[Rung, ...]:
     for name, event, word in (("targets", "target_ready", "loaded"), ("drafters", "drafter_ready", "ready")):
         rungs.append(_workers_rung(s, name, event, word))
     first = e.steps[0] if e.steps else None
-    rungs.append(
-        Rung("training", "done", progress(e.steps[-1]), first.t) if first else Rung("training", "pending")
-    )
+    if first:
+        rungs.append(Rung("training", "done", progress(first), first.t))
+    else:
+        rungs.append(
+            Rung("training", "pending", "untrained drafter evaluated first" if _is_evaluating(s) else "")
+        )
     reached = max((i for i, r in enumerate(rungs) if r.status != "pending"), default=-1)
     for i, rung in enumerate(rungs):
         if i < reached and rung.status == "pending":

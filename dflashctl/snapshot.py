@@ -263,6 +263,11 @@ class Snapshot:
         given = finite(mapping(self.manifest.get("warmup")).get(phase))
         return given if given is not None and given > 0 else DEFAULT_WARMUP.get(phase, 60.0)
 
+    def devices(self) -> list[str]:
+        """Devices of the run's workers, as its manifest names them."""
+        kinds = mapping(self.manifest.get("devices"))
+        return [text(d) for kind in kinds.values() if isinstance(kind, list) for d in kind]
+
     def workers(self, kind: str) -> int | None:
         """How many targets or drafters the run has: by the manifest, else by the trainer's count."""
         devices = mapping(self.manifest.get("devices")).get(kind)

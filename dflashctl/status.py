@@ -243,18 +243,26 @@ def _gone(s: Snapshot, state: State, now: float, phase: str) -> Verdict | None:
     if state.boot and s.boot and state.boot != s.boot:
         what = "container" if state.boot.split(":")[0] == s.boot.split(":")[0] else "host"
         reason = f"the {what} was rebooted while it ran; {seen}"
-        return _verdict("lost", phase, reason, rests_on="the boot id differs from the record's", **_again(s))
+        return _lost(s, phase, reason, "the boot id differs from the record's")
     trainer, guard = s.process.get("trainer_alive"), s.process.get("supervisor_alive")
     pid = f"process {state.pid}" if state.pid is not None else "its process"
     if s.alive is False and (guard is False or silent >= EXIT_GRACE):
         reason = f"{pid} is gone and no exit was recorded: its supervisor was killed too (kill -9?); {seen}"
-        return _verdict("lost", phase, reason, rests_on=f"no such process; {seen}", **_again(s))
+        return _lost(s, phase, reason, f"no such process; {seen}")
     if s.alive is False or state.ended is not None or (trainer is False and state.pid is not None):
         reason = f"{pid} has just ended; its exit is being recorded"
         return _wait(
             "warming", phase, reason, "the supervisor records the exit within seconds", 1.0, settling=True
         )
     return None
+
+
+def _lost(s: Snapshot, phase: str, reason: str, rests: str) -> Verdict:
+    """Nothing is left and no exit was recorded; a run that had reported its end did finish."""
+    if s.events.newest("end").get("status") == "finished":
+        rests = "the trainer's own report; its exit was not recorded"
+        return _verdict("finished", phase, "as the trainer reported", notes=(reason,), rests_on=rests)
+    return _verdict("lost", phase, reason, rests_on=rests, **_again(s))
 
 
 def _joined(after: str) -> str:

@@ -57,7 +57,18 @@ def test_state_phase_and_code_of_each_fixture(name, state, phase, code):
 
 
 def test_every_state_has_the_documented_exit_code():
-    states = ["launching", "warming", "training", "evaluating", "stalled", "degraded", "finished", "failed", "stopped", "lost"]
+    states = [
+        "launching",
+        "warming",
+        "training",
+        "evaluating",
+        "stalled",
+        "degraded",
+        "finished",
+        "failed",
+        "stopped",
+        "lost",
+    ]
     assert sorted(EXIT_CODES) == sorted(states)
 
 
@@ -229,6 +240,24 @@ def test_a_process_without_supervisor_or_exit_is_lost():
     verdict = judge(made)
     assert (verdict.state, verdict.exit_code) == ("lost", 3)
     assert "41822" in verdict.reason
+
+
+def test_a_run_that_reported_its_end_before_all_was_gone_has_finished():
+    made = snap("finished")
+    made["state"].update(status="running", ended=None, exit_code=None)
+    made["process"] = {"alive": False, "supervisor_alive": False}
+    assert judge(made).state == "finished"
+    assert any("no exit was recorded" in note for note in judge(made).notes)
+    made["events"]["phases"]["end"]["status"] = made["events"]["last"]["status"] = "stopped"
+    assert judge(made).state == "lost"
+
+
+def test_a_stop_without_supervisor_is_a_stop():
+    made = snap("stopped")
+    made["state"].update(exit_code=None, error="its supervisor was gone when it was stopped")
+    verdict = judge(made)
+    assert (verdict.state, verdict.exit_code) == ("stopped", 0)
+    assert "its supervisor was gone when it was stopped" in verdict.notes
 
 
 def test_an_exit_that_is_being_recorded_settles_first():

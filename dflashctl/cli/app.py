@@ -30,11 +30,11 @@ app = typer.Typer(
     pretty_exceptions_enable=False,
     context_settings={"help_option_names": ["-h", "--help"], "max_content_width": 100},
 )
-app.command("launch")(launch.launch)
-app.command("status")(status.status)
-app.command("logs")(logs.logs)
-app.command("stop")(stop.stop)
-app.command("ls")(ls.ls)
+app.command("launch", short_help="Start a run, detached.")(launch.launch)
+app.command("status", short_help="Say whether a run lives, and what to do next.")(status.status)
+app.command("logs", short_help="Print or follow a run's log.")(logs.logs)
+app.command("stop", short_help="Stop a run; it saves a checkpoint first.")(stop.stop)
+app.command("ls", short_help="List the runs of all hosts.")(ls.ls)
 
 ClickException = typer.BadParameter.__mro__[2]
 """click's own, which typer vendors since 0.26: this name is right on both sides of that change."""

@@ -125,6 +125,7 @@ def _wait(place: Place, session: Session, run_id: str, seconds: float) -> int:
     from dflashctl.render import status, terminal
     from dflashctl.render.ladder import Ladder
     from dflashctl.watch import Watcher
+    from dflashctl.words import duration
 
     out, messages = terminal.stdout(), terminal.stderr()
     sessions = [session]
@@ -140,5 +141,6 @@ def _wait(place: Place, session: Session, run_id: str, seconds: float) -> int:
         out.print(screens.proven(look, seconds, out))
         out.print(["", *screens.following(place.host.name, place.hosts.default_name, out)])
     else:
-        out.print(["", *status.screen(look.verdict, look.snapshot, place.host.name, None, out)])
+        waited = f"{duration(look.elapsed)} of {duration(seconds)}" if seconds else ""
+        out.print(["", *status.screen(look.verdict, look.snapshot, place.host.name, None, out, waited)])
     return look.verdict.exit_code

@@ -93,5 +93,5 @@ def _final_state(place: Place, run_id: str) -> int:
     out = screens.headline(look.verdict, run_id, place.host.name, messages)
     if look.verdict.diagnosis is not None:
         out += screens.diagnosis_lines(look.verdict.diagnosis, messages)
-    messages.print([*out, *screens.ending(look.verdict, messages)])
+    messages.print(["", *out, *screens.ending(look.verdict, messages)])
     return look.verdict.exit_code

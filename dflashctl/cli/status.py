@@ -39,6 +39,7 @@ def status(
     from dflashctl.render import status as screens
     from dflashctl.render.ladder import Ladder
     from dflashctl.watch import Watcher
+    from dflashctl.words import duration
 
     place = reach.place(host, hosts, accept_new, run)
     ladder = None if json else Ladder(terminal.stderr(), wait or 0.0, skip_reached=True)
@@ -50,7 +51,8 @@ def status(
         jsonout.write(jsonout.status(verdict, snapshot, place.host.name, look.elapsed))
     else:
         out = terminal.stdout()
-        out.print(screens.screen(verdict, snapshot, place.host.name, lines, out))
+        waited = f"{duration(look.elapsed)} of {duration(wait)}" if wait else ""
+        out.print(screens.screen(verdict, snapshot, place.host.name, lines, out, waited))
     return verdict.exit_code
 
 

@@ -14,6 +14,9 @@ IDLE_MIB = 1024
 def gpu_lines(snapshot: Snapshot, terminal: Terminal, brief: bool = False) -> list[str]:
     """The table, or why there is none. `brief`: one line where all are idle."""
     name = terminal.style("gpu", "bold")
+    devices = snapshot.devices()
+    if snapshot.gpus_unread and devices and all(d == "cpu" for d in devices):
+        return [f"{name}       none used; {harmless(snapshot.gpus_unread)}"]
     if snapshot.gpus_unread:
         return [f"{name}       not read: {harmless(snapshot.gpus_unread)}"]
     if not snapshot.gpus:

@@ -37,9 +37,17 @@ QUOTED = 5
 
 
 def screen(
-    verdict: Verdict, snapshot: Snapshot, host: str, log_lines: int | None, terminal: Terminal
+    verdict: Verdict,
+    snapshot: Snapshot,
+    host: str,
+    log_lines: int | None,
+    terminal: Terminal,
+    waited: str = "",
 ) -> list[str]:
-    """All lines of `dflashctl status`. log_lines: None for DEFAULT_LINES, or none where a diagnosis quotes the log."""
+    """All lines of `dflashctl status`.
+
+    log_lines: None for DEFAULT_LINES, or none where a diagnosis quotes the log. waited: how long of how much.
+    """
     found = verdict.diagnosis
     ended = verdict.state in ENDED
     out = [*headline(verdict, snapshot.run_id, host, terminal), ""]
@@ -59,6 +67,8 @@ def screen(
     for part, why in snapshot.unread().items():
         if part not in ("log", "gpu") and not (ended and part == "process"):
             out += field("unread", f"{part}: {why}", terminal)
+    if waited:
+        out += field("waited", waited, terminal)
     return out + ending(verdict, terminal)
 
 

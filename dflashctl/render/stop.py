@@ -35,6 +35,6 @@ def screen(stopped: Stopped, host: str, grace: float, terminal: Terminal) -> lis
     lines = wrap(said, terminal.columns, "  ", head)
     if stopped.was_running:
         lines.append(
-            f"do        dflashctl launch --resume {harmless(stopped.run_id)}   to go on from its last checkpoint"
+            f"next      dflashctl launch --resume {harmless(stopped.run_id)}   to go on from its last checkpoint"
         )
     return lines
