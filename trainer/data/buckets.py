@@ -44,8 +44,8 @@ def plan_buckets(lengths: np.ndarray, count: int, max_length: int, multiple: int
     """At most `count` padded lengths, multiples of `multiple` or `max_length` itself, that pad least.
 
     `multiple` 0 is the smallest of 16, 32, 64, 128 that leaves at most 64 lengths to choose from.
-    Exact: dynamic programming over the histogram of lengths, O(count * (max_length / multiple)^2). Of equally
-    good choices the one with the fewest buckets. Rows longer than `max_length` count as cut to it.
+    Exact: dynamic programming over the histogram of lengths, O(count * (max_length / multiple)^2).
+    Rows longer than `max_length` count as cut to it.
 
     Raises ValueError where there is no row or a row is empty.
     """
@@ -59,21 +59,17 @@ def plan_buckets(lengths: np.ndarray, count: int, max_length: int, multiple: int
     before = np.concatenate([[0], np.cumsum(rows)])  # rows in bins below i
     # cost[j] = padded tokens of bins 0..j-1 in the buckets used so far
     cost = np.where(np.arange(len(edges) + 1) == 0, 0.0, np.inf)
+    backwards = np.tri(len(edges), k=-1, dtype=np.bool_)  # a bucket ends at or after its first bin
     chosen = []
-    best: tuple[float, int] = (np.inf, 0)
-    for used in range(1, min(count, len(edges)) + 1):
+    for _ in range(min(count, len(edges))):  # one more bucket always pads less, as every bin is occupied
         step = cost[:-1, None] + (before[None, 1:] - before[:-1, None]) * edges[None, :].astype(np.float64)
-        step[np.tri(len(edges), k=-1, dtype=np.bool_)] = (
-            np.inf
-        )  # the bucket must end at or after its first bin
+        step[backwards] = np.inf
         chosen.append(step.argmin(axis=0))
         cost = np.concatenate([[np.inf], step.min(axis=0)])
-        if cost[-1] < best[0]:
-            best = (cost[-1], used)
     picked, end = [], len(edges) - 1
-    for used in range(best[1], 0, -1):
+    for first in reversed(chosen):
         picked.append(end)
-        end = int(chosen[used - 1][end]) - 1
+        end = int(first[end]) - 1
     picked.reverse()
     tokens = np.concatenate([[0], np.cumsum(np.bincount(inverse, weights=cut, minlength=len(edges)))])
     cuts = np.array([0, *(p + 1 for p in picked)])

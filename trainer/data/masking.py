@@ -241,7 +241,7 @@ class Masker:
         spans = []
         for start, stop in chars:
             # tokens wholly inside; one that straddles the border is never produced at serving time
-            first = max(np.searchsorted(starts, start), np.searchsorted(ends, start, side="right"))
+            first = np.searchsorted(starts, start)
             last = np.searchsorted(ends, stop, side="right")
             counts["straddling"] += int(first > 0 and ends[first - 1] > start)
             counts["straddling"] += int(last < len(ids) and starts[last] < stop)

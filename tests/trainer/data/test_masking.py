@@ -166,6 +166,15 @@ def test_long_rows_are_cut(make):
         assert encoded.spans.tolist() == [[x, min(y, length)] for x, y in ((a, b), (c, d)) if x < length]
 
 
+def test_a_token_of_header_and_answer_at_once_is_no_label(make):
+    """The header ends in a space, which byte-level tokens take with the word that follows."""
+    spaced = t.CHATML.replace("\n' + m.content", ": ' + m.content").replace("assistant\n", "assistant: ")
+    masker = make(spaced)
+    encoded = masker.encode(chat("a", "the answer is", "b", "\nthe answer"))
+    assert said(masker, encoded) == ["e answer is<|im_end|>", "\nthe answer<|im_end|>"]  # not " th"
+    assert encoded.counts == {"prefix": 2, "straddling": 1}
+
+
 def test_sentencepiece_like_tokens(tmp_path):
     """A tokenizer whose tokens carry the space before a word."""
     tokenizer = Tokenizer(models.BPE(unk_token="<unk>", byte_fallback=True))
