@@ -42,7 +42,7 @@ def anchor_mask(
         lengths: real context tokens a row, `[B]`; None: all S.
     """
     if anchors.device.type == "cuda":
-        create = create_block_mask if torch.compiler.is_compiling() else _compiled(create_block_mask)
+        create: Any = create_block_mask if torch.compiler.is_compiling() else _compiled(create_block_mask)
         return create(
             mask_mod(anchors, valid, block_size, context_length, lengths),
             anchors.shape[0],
@@ -103,9 +103,7 @@ def attend(
     """
     if isinstance(mask, DenseMask):
         return dense_attention(query, keys, values, context_keys, context_values, mask)
-    flex: Callable[..., Tensor] = (
-        flex_attention if torch.compiler.is_compiling() else _compiled(flex_attention)
-    )
+    flex: Any = flex_attention if torch.compiler.is_compiling() else _compiled(flex_attention)
     return flex(
         query,
         torch.cat((context_keys, keys), 2),
