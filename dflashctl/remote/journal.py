@@ -116,6 +116,8 @@ def log_tail(path, lines, offset=None, inode=None):
         if info.st_size <= NUMBERED:
             part["first_line"] = count_lines(fd, start) + 1 + max(0, len(texts) - lines)
         return part
+    except OSError as error:
+        return {"path": path, "unread": str(error.strerror)}
     finally:
         os.close(fd)
 

@@ -416,7 +416,8 @@ class Supervisor:
                 write_json(self.path("state.json"), self.state)
                 return
             except OSError as error:
-                print(f"state.json not written: {error}", file=sys.stderr, flush=True)
+                with contextlib.suppress(OSError):  # supervisor.log lies on the same disk
+                    print(f"state.json not written: {error}", file=sys.stderr, flush=True)
                 if last:
                     with contextlib.suppress(OSError):
                         os.unlink(self.path(".reserve"))

@@ -1,0 +1,3 @@
+from tests.running import runner, session
+
+__all__ = ["runner", "session"]
