@@ -43,7 +43,7 @@ def make_dataset(folder: Path, rows: int = 40) -> Path:
     return folder
 
 
-def write_config(path: Path, target: Path, data: Path, **sections: dict[str, Any]) -> Path:
+def write_config(path: Path, target: Path, data: Path, /, **sections: dict[str, Any]) -> Path:
     """A TOML file of a small run; `sections` override keys, such as train={"steps": 6}."""
     base: dict[str, dict[str, Any]] = {
         "target": {"model": str(target)},

@@ -1,0 +1,545 @@
+"""Whole runs on the CPU: topologies, exact resume, failures at every stage, signals, bad input."""
+
+from __future__ import annotations
+
+import functools
+import json
+import os
+import signal
+import subprocess
+import sys
+import textwrap
+import threading
+import time
+from collections.abc import Callable, Iterator
+from pathlib import Path
+from typing import Any
+
+import pytest
+import torch
+
+from tests.trainer.pipeline.runs import arguments, events, make_dataset, make_target, write_config
+from trainer import checkpoint, train
+from trainer.data.prefetch import Prefetcher
+from trainer.modeling.target import Target
+from trainer.pipeline import drafters
+from trainer.pipeline.lead import Reporter
+from trainer.pipeline.training import Training
+
+ROOT = Path(__file__).parents[2]
+
+
+@pytest.fixture(scope="module")
+def parts(tmp_path_factory: pytest.TempPathFactory) -> tuple[Path, Path]:
+    folder = tmp_path_factory.mktemp("parts")
+    return make_target(folder / "target"), make_dataset(folder / "data")
+
+
+@pytest.fixture(autouse=True)
+def _one_thread_and_none_left() -> Iterator[None]:
+    before = torch.get_num_threads()
+    yield
+    torch.set_num_threads(before)
+    left = [t.name for t in threading.enumerate() if t.name.startswith(("target-", "drafter-", "prefetch"))]
+    assert left == []
+
+
+Start = Callable[..., int]
+
+
+@pytest.fixture
+def start(tmp_path: Path, parts: tuple[Path, Path]) -> Start:
+    """start(name, targets=, drafters=, resume=, **sections) runs to the end and returns the exit code."""
+
+    def go(
+        name: str, targets: int = 2, drafters: int = 2, resume: str = "", **sections: dict[str, Any]
+    ) -> int:
+        devices = {"targets": ["cpu"] * targets, "drafters": ["cpu"] * drafters, "cpu_threads": 1}
+        devices |= sections.pop("devices", {})
+        config = write_config(tmp_path / f"{name}.toml", *parts, devices=devices, **sections)
+        return train.run(arguments(config, tmp_path / "runs" / name, resume))
+
+    return go
+
+
+def _masters(run: Path, step: int) -> dict[str, torch.Tensor]:
+    return checkpoint.read(run / "checkpoints" / f"step-{step:08d}").masters()
+
+
+def _losses(run: Path) -> list[float]:
+    return [e["loss"] for e in events(run, "step")]
+
+
+@pytest.fixture
+def trainings(monkeypatch: pytest.MonkeyPatch) -> list[Training]:
+    """Every Training that a run makes, to look inside afterwards."""
+    made: list[Training] = []
+
+    class Kept(Training):
+        def __post_init__(self) -> None:
+            super().__post_init__()
+            made.append(self)
+
+    monkeypatch.setattr(train, "Training", Kept)
+    return made
+
+
+def test_start_up_lines_and_events_are_in_order(
+    tmp_path: Path, start: Start, capsys: pytest.CaptureFixture[str]
+) -> None:
+    assert start("run", train={"steps": 3, "checkpoint_every": 2}) == 0
+    names = [e["event"] for e in events(tmp_path / "runs/run")]
+    assert names == [
+        "start", "dataset", "buckets", "targets_loading", "target_loading", "target_ready", "target_loading",
+        "target_ready", "drafters_starting", "drafter_ready", "drafter_ready", "step", "step", "checkpoint", "step",
+        "checkpoint", "end",
+    ]  # fmt: skip
+    out, err = capsys.readouterr()
+    begins = [
+        "dflash trainer: torch", "Loaded dataset: 40 samples", "Batch buckets: 2 (", "Loading 2 target models...",
+        "Target 0 on cpu...", "Target 1 on cpu...", "Starting drafter loops...", "Drafter 0 ready (warmed up in",
+        "Drafter 1 ready (warmed up in", "step 1/3  loss", "step 2/3  loss", "Saved checkpoint at step 2", "step 3/3  loss",
+        "Saved checkpoint at step 3", "Run finished at step 3",
+    ]  # fmt: skip
+    lines = out.splitlines()
+    assert len(lines) == len(begins)
+    assert all(line.startswith(begin) for line, begin in zip(lines, begins, strict=True))
+    assert err == ""
+    first, *_, last = events(tmp_path / "runs/run", "step")
+    assert set(first) == {
+        "t", "event", "step", "steps", "epoch", "loss", "eal", "lr", "grad_norm", "samples_per_s", "step_s", "target_wait",
+        "drafter_wait",
+    }  # fmt: skip
+    assert first["loss"] == pytest.approx(4.16, abs=0.3), "ln 64 for an untrained drafter"
+    assert last["epoch"] == pytest.approx(3 * 2 / 20)
+
+
+@pytest.mark.parametrize("drafter_count", [1, 2, 3])
+def test_the_number_of_targets_changes_nothing(
+    tmp_path: Path, start: Start, drafter_count: int, trainings: list[Training]
+) -> None:
+    """Bit for bit the same losses and weights for any T; and all replicas the same after training."""
+    for targets in (1, 2, 3):
+        assert start(f"t{targets}", targets, drafter_count) == 0
+    runs = [tmp_path / "runs" / f"t{targets}" for targets in (1, 2, 3)]
+    assert len(_losses(runs[0])) == 6
+    assert _losses(runs[0]) == _losses(runs[1]) == _losses(runs[2])
+    for run in runs[1:]:
+        for name, tensor in _masters(runs[0], 6).items():
+            assert torch.equal(tensor, _masters(run, 6)[name])
+    for training in trainings:
+        one, *others = training.drafters
+        for other in others:
+            for (kind, a), (_, b) in zip(one.optimizer.state(), other.optimizer.state(), strict=True):
+                assert all(torch.equal(a[n], b[n]) for n in a), kind
+            assert torch.equal(one.flat.weights, other.flat.weights)
+
+
+def test_drafters_average_their_gradients(tmp_path: Path, start: Start, trainings: list[Training]) -> None:
+    """One step of D = 2 equals a hand-made step with the mean of two batches' gradients."""
+    assert start("run", 1, 2, train={"steps": 1, "clip": 0.0}) == 0
+    (training,) = trainings
+    plan = training.plan
+    worker = training.drafters[0]
+    joined = (training.course, training.channel, training.exchange)
+    frozen = (worker.embedding, worker.head)
+    alone = drafters.DrafterWorker(worker.crew, 0, plan, *joined, drafters.Start(), *frozen, None)
+    alone._build()
+    target = training.targets[0]
+    gradients = []
+    with Prefetcher(plan.dataset, plan.batches, [0, 1], count=6, block_size=4) as batches:
+        for prepared in batches:
+            alone.flat.gradients.zero_()
+            alone._loss(target._compute(prepared, alone.device).batch).loss.backward()
+            gradients.append(alone.flat.gradients.clone())
+    assert not torch.equal(*gradients)
+    alone.optimizer.gradient.copy_((gradients[0] + gradients[1]) / 2)
+    alone.optimizer.step(3e-3)
+    torch.testing.assert_close(alone.optimizer.masters, worker.optimizer.masters, rtol=0, atol=0)
+
+
+def test_training_learns(tmp_path: Path, start: Start) -> None:
+    """Responses count upwards: a drafter of one layer finds out within 100 steps."""
+    assert (
+        start(
+            "run",
+            1,
+            1,
+            train={"steps": 100, "log_every": 50, "batch_size": 4, "anchors": 12, "learning_rate": 1e-2},
+        )
+        == 0
+    )
+    first, *_, last = events(tmp_path / "runs/run", "step")
+    assert first["loss"] > 3.5
+    assert last["loss"] < first["loss"] - 0.3, "the random head's logits are small: it falls slowly"
+    assert last["eal"] > 1.8
+
+
+@pytest.mark.parametrize(("targets", "loss"), [(2, "ce-decay"), (1, "ce-dpace")])
+def test_resume_is_exact(tmp_path: Path, start: Start, targets: int, loss: str) -> None:
+    """An interrupted and resumed run equals the uninterrupted one bit for bit, across an epoch's end (10 steps)."""
+    sections = {"steps": 14, "loss": loss}
+    assert start("whole", targets, train=sections) == 0
+    assert start("first", targets, train={**sections, "checkpoint_every": 5}) == 0
+    run = tmp_path / "runs/first"
+    for step in (10, 14):  # as if it had ended after step 5
+        folder = run / "checkpoints" / f"step-{step:08d}"
+        folder.rename(tmp_path / folder.name)
+    assert start("second", 3, train=sections, resume="first") == 0
+    whole, second = tmp_path / "runs/whole", tmp_path / "runs/second"
+    assert events(second, "start")[0]["resumed_step"] == 5
+    assert [e["step"] for e in events(second, "step")] == list(range(6, 15))
+    assert _losses(second) == _losses(whole)[5:]
+    names = ("drafter.safetensors", "optimizer.safetensors", "drafter.json")
+    final = "checkpoints/step-00000014"
+    assert all((whole / final / n).read_bytes() == (second / final / n).read_bytes() for n in names)
+    counters = [checkpoint.read(r / final).record["counters"] for r in (whole, second)]
+    assert counters[0] == counters[1] == {"updates": 14, "nonfinite": 0, "samples": 56}
+
+
+@pytest.mark.parametrize(("number", "code"), [(signal.SIGTERM, 143), (signal.SIGINT, 130)])
+def test_a_signal_saves_and_the_run_goes_on_from_there(
+    tmp_path: Path, start: Start, monkeypatch: pytest.MonkeyPatch, number: int, code: int
+) -> None:
+    assert start("whole") == 0
+    after = Reporter.after_step
+
+    def strike(self: Reporter, step: int, worker: Any) -> None:
+        after(self, step, worker)
+        if step == 2:
+            os.kill(os.getpid(), number)
+
+    with monkeypatch.context() as patch:
+        patch.setattr(Reporter, "after_step", strike)
+        assert start("run") == code
+    run = tmp_path / "runs/run"
+    (saved,) = events(run, "checkpoint")
+    assert saved["step"] in (2, 3, 4)  # the signal is seen by the main thread, a little later
+    assert events(run)[-1] | {"t": 0} == {"t": 0, "event": "end", "status": "stopped", "step": saved["step"]}
+    assert start("run", resume=str(run)) == 0
+    assert _losses(run) == _losses(tmp_path / "runs/whole")
+    assert all(torch.equal(t, _masters(run, 6)[n]) for n, t in _masters(tmp_path / "runs/whole", 6).items())
+
+
+def test_resuming_a_finished_run_ends_at_once(tmp_path: Path, start: Start) -> None:
+    assert start("run") == 0
+    assert start("again", resume="run") == 0
+    assert events(tmp_path / "runs/again", "step") == []
+    assert events(tmp_path / "runs/again", "end")[0]["status"] == "finished"
+
+
+def test_resume_with_another_configuration_is_refused(
+    tmp_path: Path, start: Start, capsys: pytest.CaptureFixture[str]
+) -> None:
+    assert start("run") == 0
+    assert start("other", 1, 1, resume="run", train={"steps": 7}) == 1
+    out, err = capsys.readouterr()
+    assert "train.steps: 6 in the checkpoint, 7 now" in out
+    assert "devices.drafters (count): 2 in the checkpoint, 1 now" in out
+    assert "Traceback" not in err
+
+
+# --- failures -------------------------------------------------------------------------------------------------------
+
+
+def _fail_in(thread: str, after: int = 0) -> Callable[[Any], Any]:
+    """Wrap a function so that it raises in one thread, once it has worked there `after` times."""
+    count = {"n": 0}
+
+    def wrap(function: Any) -> Any:
+        def wrapped(*args: Any, **kwargs: Any) -> Any:
+            if threading.current_thread().name == thread:
+                count["n"] += 1
+                if count["n"] > after:
+                    raise RuntimeError("injected")
+            return function(*args, **kwargs)
+
+        return wrapped
+
+    return wrap
+
+
+FAILURES = {
+    "target 0 while loading": (Target, "load", "target-0", 0, "target-0", 0),
+    "target 1 while loading": (Target, "load", "target-1", 0, "target-1", 0),
+    "drafter 0 while building": (drafters, "FlatParameters", "drafter-0", 0, "drafter-0", 0),
+    "drafter 1 while building": (drafters, "FlatParameters", "drafter-1", 0, "drafter-1", 0),
+    "drafter 0 while warming up": (drafters, "block_loss", "drafter-0", 1, "drafter-0", 0),
+    "drafter 1 while warming up": (drafters, "block_loss", "drafter-1", 0, "drafter-1", 0),
+    "target 0 at its first batch": (Target, "features", "target-0", 0, "target-0", 1),
+    "target 1 at its third batch": (Target, "features", "target-1", 2, "target-1", 3),
+    "drafter 0 at step 1": (drafters, "block_loss", "drafter-0", 2, "drafter-0", 1),
+    "drafter 1 at step 3": (drafters, "block_loss", "drafter-1", 4, "drafter-1", 3),
+    "drafter 0 while saving": (checkpoint, "save", "drafter-0", 0, "drafter-0", 2),
+    "a prefetcher at its first batch": (Prefetcher, "_prepare", "prefetch", 0, "target-", 0),
+    "a prefetcher later": (Prefetcher, "_prepare", "prefetch", 5, "target-", None),
+}
+
+
+@pytest.mark.parametrize("case", FAILURES, ids=lambda case: case.replace(" ", "-"))
+def test_one_failure_ends_all_in_seconds_and_is_told_once(
+    case: str,
+    tmp_path: Path,
+    start: Start,
+    monkeypatch: pytest.MonkeyPatch,
+    capsys: pytest.CaptureFixture[str],
+) -> None:
+    owner, name, thread, after, worker, step = FAILURES[case]
+    monkeypatch.setattr(owner, name, _fail_in(thread, after)(getattr(owner, name)))
+    began = time.monotonic()
+    assert start("run", train={"steps": 40, "checkpoint_every": 2}) == 1
+    assert time.monotonic() - began < 8
+    out, err = capsys.readouterr()
+    (failed,) = events(tmp_path / "runs/run", "failed")
+    assert failed["worker"].startswith(worker)
+    assert failed["device"] == "cpu"
+    assert failed["error"] == "RuntimeError: injected"
+    assert step is None or failed["step"] == step
+    assert err.count("Traceback (most recent call last)") == 1
+    assert f"Exception in thread {failed['worker']} (cpu, step {failed['step']})" in err
+    assert out.count("injected") == 1
+    assert events(tmp_path / "runs/run")[-1]["status"] == "failed"
+
+
+def _at_batch(number: int, value: float) -> Callable[..., torch.Tensor]:
+    """Target.features with `value` in the features of the number-th call, from 1."""
+    features, lock, calls = Target.features, threading.Lock(), [0]
+
+    def poisoned(self: Target, *args: Any, **kwargs: Any) -> torch.Tensor:
+        result = features(self, *args, **kwargs)
+        with lock:
+            calls[0] += 1
+            if calls[0] == number:
+                result[0, :, 0] = value
+        return result
+
+    return poisoned
+
+
+@pytest.mark.parametrize("value", [float("nan"), float("inf")])
+def test_a_nonfinite_loss_stops_and_saves_nothing(
+    tmp_path: Path,
+    start: Start,
+    monkeypatch: pytest.MonkeyPatch,
+    capsys: pytest.CaptureFixture[str],
+    value: float,
+) -> None:
+    monkeypatch.setattr(Target, "features", _at_batch(5, value))  # T = 1: the first batch of step 3
+    assert start("run", 1, 2, train={"steps": 20, "log_every": 4, "checkpoint_every": 2}) == 1
+    run = tmp_path / "runs/run"
+    (told,) = events(run, "nonfinite")
+    assert (told["step"], told["action"], told["count"]) == (3, "stopping", 1)
+    assert [e["step"] for e in events(run, "checkpoint")] == [2]
+    assert "became NaN or inf at step 3" in events(run, "failed")[0]["error"]
+    assert "Traceback" not in capsys.readouterr().err
+
+
+def test_a_nonfinite_loss_is_skipped_where_asked(
+    tmp_path: Path, start: Start, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setattr(Target, "features", _at_batch(5, float("nan")))
+    assert start("run", 1, 2, train={"steps": 8, "log_every": 4, "nonfinite": "skip"}) == 0
+    run = tmp_path / "runs/run"
+    (told,) = events(run, "nonfinite")
+    assert (told["step"], told["count"]) == (3, 1)
+    found = checkpoint.read(run / "checkpoints/step-00000008")
+    assert found.record["counters"] == {"updates": 7, "nonfinite": 1, "samples": 32}
+    assert all(t.isfinite().all() for t in found.masters().values())
+    assert all(loss == loss for loss in _losses(run)), "a skipped step is not in the mean"
+
+
+# --- in a process of their own: what ends with os._exit, or needs a real one -----------------------------------------
+
+
+def _process(
+    tmp_path: Path, parts: tuple[Path, Path], patch: str, **sections: dict[str, Any]
+) -> subprocess.Popen[str]:
+    devices = {"targets": ["cpu"] * 2, "drafters": ["cpu"] * 2}
+    config = write_config(tmp_path / "c.toml", *parts, devices=devices, **sections)
+    script = textwrap.dedent(
+        """
+        import sys, threading, time
+        from trainer import train
+        from trainer.modeling.target import Target
+        from trainer.pipeline import crew, drafters
+        crew.JOIN_SECONDS = 1.0
+        crew.Crew.join.__defaults__ = (1.0,)
+        """
+    ) + textwrap.dedent(patch)
+    script += "\nfrom trainer.__main__ import main\nsys.exit(main(sys.argv[1:]))\n"
+    return subprocess.Popen(
+        [sys.executable, "-c", script, "train", "--config", str(config), "--run-dir", str(tmp_path / "run")],
+        cwd=ROOT, stdout=subprocess.PIPE, stderr=subprocess.PIPE, text=True, env={**os.environ, "OMP_NUM_THREADS": "1"},
+    )  # fmt: skip
+
+
+def _until(process: subprocess.Popen[str], line: str) -> None:
+    assert process.stdout is not None
+    for got in process.stdout:
+        if got.startswith(line):
+            return
+    raise AssertionError(f"ended without {line!r}: {process.stderr and process.stderr.read()}")
+
+
+def test_a_hung_worker_does_not_keep_the_process(tmp_path: Path, parts: tuple[Path, Path]) -> None:
+    patch = """
+        def hang(self, *args, **kwargs):
+            if threading.current_thread().name == "target-1":
+                threading.Event().wait()
+            raise RuntimeError("injected")
+        Target.features = hang
+        """
+    process = _process(tmp_path, parts, patch)
+    _, err = process.communicate(timeout=60)
+    assert process.returncode == 1
+    assert "error: target-1 on cpu did not stop within" in err
+    assert "in hang" in err, "the stacks are shown"
+    assert [e["event"] for e in events(tmp_path / "run")][-2:] == ["failed", "end"]
+
+
+def test_sigterm_while_starting_leaves_at_once(tmp_path: Path, parts: tuple[Path, Path]) -> None:
+    process = _process(tmp_path, parts, "Target.load = lambda *a, **k: time.sleep(60)")
+    _until(process, "Target 0 on cpu")
+    began = time.monotonic()
+    process.send_signal(signal.SIGTERM)
+    process.communicate(timeout=30)
+    assert process.returncode == 143
+    assert time.monotonic() - began < 6
+    assert events(tmp_path / "run")[-1]["status"] == "stopped"
+
+
+def test_sigterm_saves_sigusr2_shows_every_stack(tmp_path: Path, parts: tuple[Path, Path]) -> None:
+    process = _process(tmp_path, parts, "", train={"steps": 100000, "log_every": 1})
+    _until(process, "step 3/")
+    process.send_signal(signal.SIGUSR2)
+    _until(process, "step ")
+    process.send_signal(signal.SIGTERM)
+    out, err = process.communicate(timeout=60)
+    assert process.returncode == 143, err
+    assert "Saved checkpoint at step" in out
+    assert err.count("Thread 0x") + err.count("Current thread 0x") >= 5, "main, 2 targets, 2 drafters"
+    assert checkpoint.latest(tmp_path / "run", print) is not None
+
+
+def test_kill_9_while_training_leaves_a_checkpoint_to_go_on_from(
+    tmp_path: Path, parts: tuple[Path, Path]
+) -> None:
+    process = _process(tmp_path, parts, "", train={"steps": 100000, "checkpoint_every": 1, "keep": 1})
+    _until(process, "step 5/")
+    process.kill()
+    process.communicate(timeout=60)
+    found = checkpoint.latest(tmp_path / "run", print)
+    assert found is not None
+    assert found.step >= 4
+
+
+# --- bad input: one line, exit code 1, no traceback -------------------------------------------------------------------
+
+BAD = {
+    "no config": ({}, "no such file"),
+    "data missing": ({"data": {"path": "nowhere"}}, "no such dataset"),
+    "data empty": ({"target": {"model": "bundled:tiny/target"}, "data": {"path": "empty.jsonl"}}, "empty"),
+    "target missing": ({"target": {"model": "nowhere"}}, "no such model folder"),
+    "prompts missing": ({"evaluate": {"prompts": "nowhere.jsonl"}}, "nowhere.jsonl"),
+    "device absent": ({"devices": {"targets": ["cuda:77"]}}, "`cuda:77` is not there; this machine has"),
+    "device nonsense": ({"devices": {"drafters": ["gpu0"]}}, "`gpu0` is not a device"),
+    "unknown key": ({"train": {"step": 5}}, "did you mean `train.steps`?"),
+    "layers wrong": ({"drafter": {"target_layer_ids": [0, 9]}}, "must rise and lie in 0..3"),
+    "resume missing": ({}, "--resume nothing: no such checkpoint"),
+}
+
+
+@pytest.mark.parametrize("case", BAD, ids=lambda case: case.replace(" ", "-"))
+def test_bad_input_is_told_in_one_line(
+    case: str, tmp_path: Path, parts: tuple[Path, Path], capsys: pytest.CaptureFixture[str]
+) -> None:
+    sections, says = BAD[case]
+    (tmp_path / "empty.jsonl").write_text("")
+    config = write_config(tmp_path / "c.toml", *parts, **sections)
+    if case == "no config":
+        config.unlink()
+    resume = "nothing" if case == "resume missing" else ""
+    assert train.run(arguments(config, tmp_path / "run", resume)) == 1
+    out, err = capsys.readouterr()
+    (failed,) = events(tmp_path / "run", "failed")
+    assert says in failed["error"]
+    assert says in out
+    assert "Traceback" not in out + err
+
+
+def test_debug_shows_the_traceback(
+    tmp_path: Path, start: Start, monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
+) -> None:
+    monkeypatch.setenv("DFLASH_DEBUG", "1")
+    assert start("run", target={"model": "nowhere"}) == 1
+    assert "Traceback" in capsys.readouterr().err
+
+
+def test_a_run_folder_that_cannot_be_made(
+    tmp_path: Path, parts: tuple[Path, Path], capsys: pytest.CaptureFixture[str]
+) -> None:
+    (tmp_path / "file").write_text("")
+    config = write_config(tmp_path / "c.toml", *parts)
+    assert train.run(arguments(config, tmp_path / "file/run")) == 1
+    assert "error: --run-dir" in capsys.readouterr().err
+
+
+def test_evaluation_stands_around_the_training(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
+    """With the bundled target, whose tokenizer the prompts need; a resumed run does not measure the untrained one."""
+    (tmp_path / "p.jsonl").write_text(json.dumps({"prompt": "sort: 3 1 2"}) + "\n")
+    tiny = train.resolve("bundled:tiny/target")
+    lines = train.resolve("bundled:tiny/train.jsonl").read_text().splitlines()[:30]
+    (tmp_path / "d.jsonl").write_text("\n".join(lines) + "\n")
+    sections: dict[str, Any] = {
+        "drafter": {"target_layer_ids": [1, 2], "mask_token_id": -1},
+        "train": {"steps": 2, "checkpoint_every": 1},
+        "evaluate": {"prompts": "p.jsonl", "max_new_tokens": 12},
+    }
+    config = write_config(tmp_path / "c.toml", tiny, Path("d.jsonl"), **sections)
+    run = tmp_path / "runs/a"
+    assert train.run(arguments(config, run)) == 0
+    names = [e["event"] for e in events(run)]
+    assert [n for n in names if n in ("drafter_ready", "evaluating", "evaluation", "step", "checkpoint")] == [
+        "drafter_ready", "evaluating", "evaluation", "step", "checkpoint", "step", "checkpoint", "evaluating", "evaluation",
+    ]  # fmt: skip
+    assert [e["what"] for e in events(run, "evaluation")] == ["untrained", "trained"]
+    assert all((e["identical"], e["prompts"]) == (1, 1) for e in events(run, "evaluation"))
+    assert (tmp_path / "cache/prepared").is_dir(), "prepared once for all runs of the workspace"
+    assert "Labels: " in capsys.readouterr().out
+    assert train.run(arguments(config, tmp_path / "runs/b", str(run))) == 0
+    assert [e["what"] for e in events(tmp_path / "runs/b", "evaluation")] == ["trained"]
+
+
+@pytest.fixture
+def _dynamo_alone(monkeypatch: pytest.MonkeyPatch) -> Iterator[None]:
+    """torch.compile without its slow back end: graphs, guards and recompilation are the real ones."""
+    torch._dynamo.reset()
+    monkeypatch.setattr(torch, "compile", functools.partial(torch.compile, backend="eager"))
+    yield
+    torch._dynamo.reset()
+
+
+@pytest.mark.usefixtures("_dynamo_alone")
+def test_compiled_drafters_train_alike(tmp_path: Path, start: Start) -> None:
+    assert start("off") == 0
+    assert start("on", runtime={"compile": "on"}) == 0
+    run = tmp_path / "runs/on"
+    assert [e["compiled"] for e in events(run, "drafter_ready")] == [True, True]
+    assert _losses(run) == pytest.approx(_losses(tmp_path / "runs/off"), rel=1e-5)
+
+
+@pytest.mark.usefixtures("_dynamo_alone")
+def test_a_shape_that_was_not_compiled_is_refused_by_name(
+    tmp_path: Path, start: Start, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    warm_up = drafters.DrafterWorker._warm_up
+
+    def only_the_short(self: drafters.DrafterWorker, length: int) -> None:
+        if length == 64:
+            warm_up(self, length)
+
+    monkeypatch.setattr(drafters.DrafterWorker, "_warm_up", only_the_short)
+    assert start("run", runtime={"compile": "on"}, train={"steps": 20}) == 1
+    (failed,) = events(tmp_path / "runs/run", "failed")
+    assert failed["worker"].startswith("drafter-")
+    assert "UnplannedShape: a batch of (2, 96, 64) with 6 blocks a row was not compiled" in failed["error"]
