@@ -7,6 +7,7 @@ import getpass
 import os
 import re
 import shutil
+import signal
 import socket
 import statistics
 import subprocess
@@ -16,13 +17,14 @@ from collections.abc import Callable, Iterator
 from pathlib import Path
 
 import pytest
+from paramiko import SSHException
 
 from dflashctl.config import Host
 from dflashctl.errors import ConnectionLostError, ExitCode, UnreachableError
 from dflashctl.transport.base import Channel
 from dflashctl.transport.hostkeys import fingerprint, read
-from dflashctl.transport.ssh import SshTransport
-from tests.transport.conftest import Server, free_port, make_key
+from dflashctl.transport.ssh import SshTransport, _closed_after
+from tests.transport.conftest import Server, children, free_port, make_key
 
 MakeServer = Callable[..., Server]
 
@@ -424,22 +426,37 @@ def test_the_eleventh_channel(server: Server) -> None:
         assert ssh.run(["echo", "room"], timeout=10).stdout == b"room\n"
 
 
-def test_a_stopped_server_does_not_hold_open_up(server: Server) -> None:
-    """Nothing answers any more, but the connection stands: as when a host hangs."""
-    from tests.transport.conftest import children
+@contextlib.contextmanager
+def stopped(server: Server) -> Iterator[None]:
+    """Nothing answers, but the connection stands: as when a host hangs."""
+    assert server._process is not None
+    sessions = children(server._process.pid)
+    for pid in sessions:
+        os.kill(pid, signal.SIGSTOP)
+    yield
+    for pid in sessions:
+        os.kill(pid, signal.SIGCONT)
 
+
+def test_a_host_that_hangs_does_not_hold_open_up(server: Server) -> None:
     with SshTransport(server.host()) as ssh:
         ssh.connect()
-        assert server._process is not None
-        sessions = children(server._process.pid)
-        for pid in sessions:
-            os.kill(pid, 19)
         start = time.monotonic()
-        with pytest.raises(UnreachableError, match="did not start the program within 1 s"):
+        with stopped(server), pytest.raises(UnreachableError, match="did not start the program within 1 s"):
             ssh.open(["true"], timeout=1)
         assert time.monotonic() - start < 3
-        for pid in sessions:
-            os.kill(pid, 18)
+
+
+def test_a_host_that_hangs_before_the_program_starts(server: Server) -> None:
+    """The channel is there, the answer to the exec isn't; paramiko alone would wait for it without end."""
+    with SshTransport(server.host()) as ssh:
+        ssh.connect()
+        assert ssh._connection is not None
+        channel = ssh._connection.open_session()
+        start = time.monotonic()
+        with stopped(server), pytest.raises(SSHException), _closed_after(channel, 0.5):
+            channel.exec_command("true")
+        assert 0.4 < time.monotonic() - start < 3
 
 
 # Ways there
