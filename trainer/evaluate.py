@@ -20,7 +20,7 @@ import dataclasses
 import json
 import sys
 import time
-from collections.abc import Callable, Iterator, Sequence
+from collections.abc import Callable, Iterator, Mapping, Sequence
 from dataclasses import dataclass, field
 from pathlib import Path
 from typing import Any
@@ -292,7 +292,9 @@ def _placed(drafter: Drafter, target: Target) -> Drafter:
     return copy.deepcopy(drafter).to(target.device, target.dtype)
 
 
-def read_prompts(path: Path, tokenizer: Any, count: int = 0) -> list[list[int]]:
+def read_prompts(
+    path: Path, tokenizer: Any, count: int = 0, arguments: Mapping[str, Any] | None = None
+) -> list[list[int]]:
     """Tokenised prompts of a JSONL file.
 
     A row has `messages` or `conversations`, whose last answer is left off (earlier ones stay, as context),
@@ -303,6 +305,8 @@ def read_prompts(path: Path, tokenizer: Any, count: int = 0) -> list[list[int]]:
         path: the file.
         tokenizer: the target's.
         count: rows at most; 0: all.
+        arguments: the template's own, such as {"enable_thinking": False}: a drafter does well only in the mode it
+            was trained in.
 
     Raises:
         PromptError: no such file, no rows, or a row that can't be read.
@@ -313,7 +317,9 @@ def read_prompts(path: Path, tokenizer: Any, count: int = 0) -> list[list[int]]:
             break
         messages = _messages(row, f"{path}:{number}")
         if tokenizer.chat_template:
-            text = tokenizer.apply_chat_template(messages, add_generation_prompt=True, tokenize=False)
+            text = tokenizer.apply_chat_template(
+                messages, add_generation_prompt=True, tokenize=False, **(arguments or {})
+            )
             ids = tokenizer(text, add_special_tokens=False).input_ids
         elif "prompt" in row:
             ids = tokenizer(row["prompt"]).input_ids
@@ -369,6 +375,14 @@ def add_arguments(parser: argparse.ArgumentParser) -> None:
     parser.add_argument("--drafter", required=True, type=Path, help="a checkpoint or an export")
     parser.add_argument("--prompts", required=True, help="JSONL of messages or prompts, or bundled:NAME")
     parser.add_argument("--count", type=int, default=40, metavar="N", help="prompts used; 0: all")
+    parser.add_argument(
+        "--template-argument",
+        action="append",
+        default=[],
+        type=_pair,
+        metavar="KEY=VALUE",
+        help="for the chat template, such as enable_thinking=false; as the training data was prepared",
+    )
     parser.add_argument("--max-new-tokens", type=int, default=128, metavar="N", help="per prompt")
     parser.add_argument("--temperature", type=float, default=0.0, metavar="T", help="0: greedy (default)")
     parser.add_argument("--seed", type=int, default=0, help="of the samples at T > 0")
@@ -383,12 +397,24 @@ def add_arguments(parser: argparse.ArgumentParser) -> None:
     parser.add_argument("--json", action="store_true", help="one JSON object on stdout")
 
 
+def _pair(text: str) -> tuple[str, Any]:
+    """KEY=VALUE; a value that is JSON (false, 3) is taken as such, any other as text."""
+    key, equals, value = text.partition("=")
+    if not key or not equals:
+        raise argparse.ArgumentTypeError(f"{text!r} is not KEY=VALUE")
+    try:
+        return key, json.loads(value)
+    except ValueError:
+        return key, value
+
+
 def run(args: argparse.Namespace) -> int:
     """Exit code 0; 1 when a greedy output differs from plain decoding's and rounding does not explain it."""
     path = resolve(args.target)
     config, drafter = load_drafter(args.drafter)
     target = Target.load(path, args.device, args.dtype, config.target_layer_ids)
-    prompts = read_prompts(resolve(args.prompts), load_tokenizer(path), args.count)
+    arguments = dict(args.template_argument)
+    prompts = read_prompts(resolve(args.prompts), load_tokenizer(path), args.count, arguments)
 
     def progress(done: int) -> None:
         end = "\n" if done == len(prompts) else ""

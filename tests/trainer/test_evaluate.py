@@ -318,6 +318,20 @@ def test_prompts_end_where_the_assistant_begins(tmp_path: Path) -> None:
     assert read_prompts(written(tmp_path / "q.jsonl", rows[3]), tokenizer(False)) == [[6, 7]]
 
 
+def test_prompts_are_made_in_the_mode_asked_for(tmp_path: Path) -> None:
+    path, words = written(tmp_path / "p.jsonl", {"prompt": "w6"}), tokenizer()
+    words.chat_template += "{% if not thinking|default(true) %} w0{% endif %}"
+    assert read_prompts(path, words) == [[40, 6, 41]]
+    assert read_prompts(path, words, arguments={"thinking": False}) == [[40, 6, 41, 0]]
+    parser = argparse.ArgumentParser()
+    add_arguments(parser)
+    argv = ["--target", "t", "--drafter", "d", "--prompts", "p"]
+    given = parser.parse_args([*argv, "--template-argument", "a=false", "--template-argument", "b=x=y"])
+    assert dict(given.template_argument) == {"a": False, "b": "x=y"}
+    with pytest.raises(SystemExit):
+        parser.parse_args([*argv, "--template-argument", "a"])
+
+
 @pytest.mark.parametrize(
     ("row", "message"),
     [
