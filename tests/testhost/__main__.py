@@ -28,7 +28,7 @@ def up(names: list[str]) -> int:
         hosts = write_hosts_file(lab.folder / f"{name}.hosts.toml", node)
         print(f"{name}: 127.0.0.1:{node.port}, container 200 (trainer) running, 201 (idle) stopped")
         print(f"  {' '.join(node.ssh_argv())}")
-        print(f"  dflashctl --hosts {hosts} status")
+        print(f"  dflashctl launch --hosts {hosts}")
     return 0
 
 
