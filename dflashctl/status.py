@@ -209,7 +209,7 @@ def _mended(again: dict[str, Any], found: Diagnosis) -> dict[str, Any]:
     return {
         **again,
         "advice": "; ".join(found.advice),
-        "work": f"{retry}{again['work']} Then: {again['advice']}",
+        "work": f"{retry}{again['work']} After that: {again['advice']}",
     }
 
 

@@ -59,12 +59,7 @@ def options(
 
 def main() -> NoReturn:
     """Run the command line and exit with its code."""
-    code = run(sys.argv[1:])
-    try:
-        sys.stdout.flush()
-    except BrokenPipeError:
-        _silence(sys.stdout.fileno())
-    sys.exit(code)
+    sys.exit(run(sys.argv[1:]))
 
 
 def run(args: list[str]) -> int:
@@ -81,17 +76,8 @@ def run(args: list[str]) -> int:
         return int(error.exit_code)
     except (KeyboardInterrupt, typer.Abort):
         return int(ExitCode.INTERRUPTED)
-    except BrokenPipeError:
-        # the reader of our output has seen enough (`| head`): not an error
-        _silence(sys.stdout.fileno())
-        return int(ExitCode.OK)
     except Exception as error:
         if os.environ.get("DFLASH_DEBUG"):
             raise
         errors.show_unexpected(error)
         return int(ExitCode.ERROR)
-
-
-def _silence(fd: int) -> None:
-    """Point a broken stdout at nothing, so that the interpreter's last flush stays quiet."""
-    os.dup2(os.open(os.devnull, os.O_WRONLY), fd)

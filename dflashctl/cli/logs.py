@@ -63,6 +63,8 @@ def logs(
         for item in following.follow(place.session, run, start, wait=follow):
             if isinstance(item, following.Line):
                 writer.write(item)
+                if writer.terminal.closed:
+                    return ExitCode.OK
             elif isinstance(item, following.Notice):
                 writer.end_line()
                 messages.print(messages.style(f"-- {item.text}", "dim"))

@@ -66,6 +66,5 @@ def _confirm(question: str) -> bool:
 
     terminal = stderr()
     terminal.print(question)
-    terminal.stream.write("trust it? [y/N] ")
-    terminal.stream.flush()
+    terminal.write("trust it? [y/N] ")
     return sys.stdin.readline().strip().lower() in ("y", "yes")

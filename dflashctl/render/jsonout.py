@@ -5,11 +5,11 @@ from __future__ import annotations
 import dataclasses
 import json
 import math
-import sys
 from collections.abc import Mapping, Sequence
 from typing import TYPE_CHECKING, Any
 
 from dflashctl.errors import DflashError
+from dflashctl.render.terminal import stdout
 from dflashctl.snapshot import Snapshot
 from dflashctl.status import Verdict
 
@@ -24,8 +24,7 @@ SCHEMA = 1
 def write(document: Mapping[str, Any]) -> None:
     """Print one object on one line. NaN and infinities, which JSON lacks, become null."""
     line = json.dumps({"schema": SCHEMA, **_strict(document)}, ensure_ascii=True, allow_nan=False)
-    sys.stdout.write(line + "\n")
-    sys.stdout.flush()
+    stdout().print(line)
 
 
 def status(verdict: Verdict, snapshot: Snapshot, host: str, waited: float) -> dict[str, Any]:

@@ -31,8 +31,7 @@ class Ladder:
         self._skip = False
         if self.terminal.live and not look.final:
             words = f"{clock(look.elapsed)} of {duration(self.seconds)}   {look.verdict.reason}"
-            self.terminal.stream.write(CLEAR + crop(harmless(words), self.terminal.columns - 1))
-            self.terminal.stream.flush()
+            self.terminal.write(CLEAR + crop(harmless(words), self.terminal.columns - 1))
             self._live = True
 
     def notice(self, words: str) -> None:
@@ -41,8 +40,7 @@ class Ladder:
     def finish(self) -> None:
         """Clear the live line."""
         if self._live:
-            self.terminal.stream.write(CLEAR)
-            self.terminal.stream.flush()
+            self.terminal.write(CLEAR)
             self._live = False
 
     def _print(self, line: str) -> None:

@@ -21,7 +21,7 @@ class LogWriter:
 
     def write(self, line: Line) -> None:
         if self.raw:
-            self._bytes(line.data + line.end.encode())
+            self.terminal.write(line.data + line.end.encode())
             self._open = line.end != "\n"
             return
         if line.end == "\r" and not self.terminal.live:
@@ -33,15 +33,10 @@ class LogWriter:
             text = "\r\x1b[K" + text
         self._bar = line.end == "\r"
         self._open = line.end != "\n"
-        self._bytes((text + ("\n" if line.end == "\n" else "")).encode("utf-8", "replace"))
+        self.terminal.write(text + ("\n" if line.end == "\n" else ""))
 
     def end_line(self) -> None:
         """Close a line that is still open, before something else is said."""
         if self._open:
-            self._bytes(b"\n")
+            self.terminal.write("\n")
         self._open = self._bar = False
-
-    def _bytes(self, data: bytes) -> None:
-        self.terminal.stream.flush()
-        self.terminal.stream.buffer.write(data)
-        self.terminal.stream.buffer.flush()

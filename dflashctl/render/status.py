@@ -11,7 +11,7 @@ from dflashctl.errors import ExitCode
 from dflashctl.phases import Rung
 from dflashctl.render.gpus import gpu_lines
 from dflashctl.render.terminal import Terminal
-from dflashctl.render.text import crop, harmless, pad, wrap
+from dflashctl.render.text import crop, harmless, pad, width, wrap
 from dflashctl.snapshot import Snapshot, Step, finite, text, whole
 from dflashctl.status import Verdict
 from dflashctl.words import count, duration, loss
@@ -175,19 +175,27 @@ def _log(snapshot: Snapshot, lines: int, terminal: Terminal) -> list[str]:
 
 
 def ending(verdict: Verdict, terminal: Terminal) -> list[str]:
-    """What to do now, and the exit code."""
+    """What it rests on, what to do now, and the exit code beside the last line."""
+    rests = [("rests on", verdict.rests_on, ())] if verdict.rests_on else []
+    work = [("retry" if verdict.diagnosis else "work", verdict.work, ())] if verdict.work else []
+    act = (
+        [("wait:" if verdict.act == "wait" else "do", verdict.advice, ("bold", "cyan"))]
+        if verdict.act
+        else []
+    )
+    rows: list[tuple[str, str, tuple[str, ...]]] = (
+        [*rests, *act, *work] if verdict.diagnosis else [*work, *rests, *act]
+    )
     out: list[str] = []
-    if verdict.work:
-        out += field("retry" if verdict.diagnosis else "work", verdict.work, terminal)
-    if verdict.rests_on:
-        out += field("rests on", verdict.rests_on, terminal)
+    for name, value, style in rows:
+        out += field(name, value, terminal, *style)
+    if not verdict.act and verdict.exit_code == ExitCode.OK:
+        return out
     code = f"exit {verdict.exit_code}"
-    if verdict.act:
-        name = "wait:" if verdict.act == "wait" else "do"
-        lines = field(name, verdict.advice, terminal, "bold", "cyan")
-        plain = wrap(harmless(verdict.advice), terminal.columns, INDENT, f"{name:<8}  ")[-1]
-        if len(plain) + 4 + len(code) <= terminal.columns:
-            lines[-1] += " " * max(4, min(72, terminal.columns - len(code)) - len(plain)) + code
-            return out + lines
-        return [*out, *lines, code]
-    return [*out, code] if verdict.exit_code != ExitCode.OK else out
+    taken = (
+        width(field(*rows[-1][:2], Terminal(terminal.stream, columns=terminal.columns))[-1]) if rows else 0
+    )
+    if rows and taken + 4 + len(code) <= terminal.columns:
+        out[-1] += " " * max(4, min(72, terminal.columns - len(code)) - taken) + code
+        return out
+    return [*out, code]

@@ -18,13 +18,17 @@ STYLES = {"bold": "1", "dim": "2", "red": "31", "green": "32", "yellow": "33", "
 class Terminal:
     """One output stream.
 
-    columns: at most COLUMNS; what the terminal has where it is narrower. live: lines may be rewritten in place.
+    Attributes:
+        columns: at most COLUMNS; what the terminal has where it is narrower.
+        live: lines may be rewritten in place.
+        closed: the reader has gone (`| head`). Not an error: what is written after that goes nowhere.
     """
 
     stream: TextIO
     colour: bool = False
     columns: int = COLUMNS
     live: bool = False
+    closed: bool = False
 
     @classmethod
     def of(cls, stream: TextIO, environ: Mapping[str, str] = os.environ) -> Terminal:
@@ -47,12 +51,23 @@ class Terminal:
             return value
         return f"\x1b[{';'.join(STYLES[n] for n in names)}m{value}\x1b[0m"
 
+    def write(self, data: str | bytes) -> None:
+        """Write at once. Characters that the stream can't encode are replaced; bytes go as they are."""
+        try:
+            self.stream.flush()
+            if isinstance(data, str):
+                encoding = self.stream.encoding or "utf-8"
+                self.stream.write(data.encode(encoding, "replace").decode(encoding))
+            else:
+                self.stream.buffer.write(data)
+            self.stream.flush()
+        except BrokenPipeError:
+            self.closed = True
+            os.dup2(os.open(os.devnull, os.O_WRONLY), self.stream.fileno())
+
     def print(self, lines: str | Iterable[str] = "") -> None:
-        """Write lines at once, flushed. Characters that the stream can't encode are replaced."""
-        block = lines if isinstance(lines, str) else "\n".join(lines)
-        encoding = self.stream.encoding or "utf-8"
-        self.stream.write(block.encode(encoding, "replace").decode(encoding) + "\n")
-        self.stream.flush()
+        """Write lines."""
+        self.write((lines if isinstance(lines, str) else "\n".join(lines)) + "\n")
 
 
 def stdout() -> Terminal:

@@ -1,0 +1,167 @@
+"""The frame: help, errors, exit codes, and what start-up may import."""
+
+import json
+import os
+import re
+import signal
+import subprocess
+import sys
+from pathlib import Path
+
+import pytest
+
+from dflashctl.cli import app
+from dflashctl.errors import (
+    ContainerError,
+    DflashError,
+    ExitCode,
+    NotFoundError,
+    PreflightError,
+    UnreachableError,
+)
+
+GOLDEN = Path(__file__).parent / "help"
+COMMANDS = ("launch", "status", "logs", "stop", "ls")
+
+
+@pytest.mark.parametrize("command", ["", *COMMANDS])
+def test_help_is_as_written(bare_cli, command):
+    shown = bare_cli(*([command] if command else []), "--help", env={"COLUMNS": "100"})
+    assert (shown.returncode, shown.stderr) == (0, "")
+    file = GOLDEN / f"{command or 'dflashctl'}.txt"
+    if os.environ.get("DFLASH_UPDATE_GOLDEN"):
+        file.parent.mkdir(exist_ok=True)
+        file.write_text(shown.stdout)
+    assert shown.stdout == file.read_text()
+    assert max(map(len, shown.stdout.splitlines())) <= 100
+
+
+def test_dash_h_is_help(bare_cli):
+    assert bare_cli("status", "-h").stdout == bare_cli("status", "--help").stdout
+
+
+def test_version(bare_cli):
+    assert re.fullmatch(r"dflashctl \d+\.\d+\.\d+\n", bare_cli("--version").stdout)
+
+
+@pytest.mark.parametrize("args", [["--help"], ["status", "--help"], ["--version"]])
+def test_nothing_heavy_is_imported_for_help(bare_cli, args):
+    code = (
+        "import sys\nfrom dflashctl.cli import app\n"
+        f"code = app.run({args!r})\n"
+        "import json; print(json.dumps([code, sorted(sys.modules)]), file=sys.stderr)"
+    )
+    done = subprocess.run(
+        [sys.executable, "-c", code],
+        env=bare_cli.environment,
+        cwd=bare_cli.home,
+        capture_output=True,
+        text=True,
+    )
+    code, modules = json.loads(done.stderr)
+    roots = {m.split(".")[0] for m in modules}
+    assert code == 0
+    heavy = (
+        "rich paramiko cryptography torch transformers pyarrow numpy pydantic tomllib tomli asyncio trainer"
+    )
+    assert roots.isdisjoint(heavy.split())
+    ours = {m for m in modules if m.startswith("dflashctl.")}
+    assert ours.isdisjoint(
+        {"dflashctl.config", "dflashctl.transport", "dflashctl.status", "dflashctl.diagnose"}
+    )
+
+
+def test_completion_of_runs_and_hosts_reads_local_data_only(cli, started):
+    from tests.cli.scripts import FINISHES
+
+    started("alpha-1", FINISHES)
+    cli("status")
+    (cli.home / "hosts.toml").write_text(
+        (cli.home / "hosts.toml").read_text() + '[hosts.far]\nkind = "ssh"\naddress = "192.0.2.1"\n'
+    )
+    asked = {"_DFLASHCTL_COMPLETE": "complete_bash", "COMP_WORDS": "dflashctl status al", "COMP_CWORD": "2"}
+    assert cli(env=asked, timeout=5).stdout.split() == ["alpha-1"]
+    asked |= {"COMP_WORDS": "dflashctl status -H ", "COMP_CWORD": "3"}
+    assert set(cli(env=asked, timeout=5).stdout.split()) >= {"here", "far"}
+
+
+@pytest.mark.parametrize(
+    "args", [["nope"], ["status", "--nope"], ["status", "--wait", "x"], ["status", "a", "b"]]
+)
+def test_usage_errors_exit_2(bare_cli, args):
+    shown = bare_cli(*args)
+    assert (shown.returncode, shown.stdout) == (2, "")
+    assert shown.stderr.startswith("Usage: dflashctl")
+
+
+@pytest.mark.parametrize(
+    ("error", "code"),
+    [
+        (DflashError("m"), 1),
+        (NotFoundError("m"), 6),
+        (UnreachableError("m"), 7),
+        (ContainerError("m"), 8),
+        (PreflightError("m"), 9),
+        (KeyboardInterrupt(), 130),
+        (RuntimeError("boom"), 1),
+    ],
+)
+def test_the_funnel_gives_every_error_its_code(monkeypatch, capfd, error, code):
+    def fail(*_, **__):
+        raise error
+
+    monkeypatch.setattr("dflashctl.cli.reach.read_hosts", fail)
+    assert app.run(["ls"]) == code
+    shown = capfd.readouterr()
+    assert shown.out == ""
+    assert "Traceback" not in shown.err
+
+
+def test_an_error_shows_where_and_fix(monkeypatch, capfd):
+    def fail(*_, **__):
+        raise DflashError("container 200 is on node pve2", where="hosts.toml:14", hint='set node = "pve2"')
+
+    monkeypatch.setattr("dflashctl.cli.reach.read_hosts", fail)
+    app.run(["ls"])
+    assert capfd.readouterr().err == (
+        'error: container 200 is on node pve2\n  hosts.toml:14\n  fix: set node = "pve2"\n'
+    )
+
+
+def test_an_unexpected_error_is_one_line_unless_debugged(monkeypatch, capfd):
+    def fail(*_, **__):
+        raise RuntimeError("boom\nsecond line")
+
+    monkeypatch.setattr("dflashctl.cli.reach.read_hosts", fail)
+    assert app.run(["ls"]) == ExitCode.ERROR
+    assert capfd.readouterr().err == (
+        "error: unexpected RuntimeError: boom\n  fix: set DFLASH_DEBUG=1 to see the traceback\n"
+    )
+    monkeypatch.setenv("DFLASH_DEBUG", "1")
+    with pytest.raises(RuntimeError):
+        app.run(["ls"])
+
+
+def test_a_closed_pipe_is_quiet_and_does_not_change_the_verdict(cli, started):
+    from tests.cli.scripts import CRASHES
+
+    started("crash", CRASHES)
+    cli("status", "--wait", "20")
+    process = cli.popen("status")
+    process.stdout.close()
+    assert process.wait(30) == 3
+    assert process.stderr.read() == ""
+
+
+def test_ctrl_c_exits_130_without_a_traceback(cli, started):
+    from tests.cli.scripts import LOADS
+
+    started("loads", LOADS)
+    process = cli.popen("status", "--wait", "60")
+    import time
+
+    time.sleep(2)
+    process.send_signal(signal.SIGINT)
+    stdout, stderr = process.communicate(timeout=10)
+    assert (process.returncode, stdout) == (130, "")
+    assert "Traceback" not in stderr

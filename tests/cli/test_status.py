@@ -1,0 +1,193 @@
+"""`dflashctl status` on real runs: verdicts, waits, JSON."""
+
+import json
+import time
+
+import pytest
+
+from tests.cli import scripts
+
+SCHEMA = {
+    "schema", "run_id", "host", "state", "phase", "reason", "exit_code", "act", "advice", "wait_s", "work", "rests_on",
+    "notes", "unread", "waited_s", "step", "ladder", "diagnosis", "snapshot",
+}  # fmt: skip
+
+
+def timed(cli, *args, **options):
+    begun = time.monotonic()
+    return cli(*args, **options), time.monotonic() - begun
+
+
+def test_no_run_yet(cli):
+    shown = cli("status")
+    assert (shown.returncode, shown.stdout) == (6, "")
+    assert "dflashctl launch" in shown.stderr
+
+
+def test_a_finished_run(cli, started, runner):
+    started("done", scripts.FINISHES)
+    runner.ended("done")
+    shown = cli("status")
+    assert (shown.returncode, shown.stderr) == (0, "")
+    assert shown.stdout.startswith("done on here   FINISHED   in ")
+    assert "Run finished at step 3" in shown.stdout
+
+
+def test_the_newest_run_is_the_default_and_any_can_be_named(cli, started, runner):
+    started("one", scripts.FINISHES)
+    runner.ended("one")
+    started("two", scripts.CRASHES)
+    runner.ended("two")
+    assert cli("status").stdout.startswith("two on here   FAILED")
+    assert cli("status", "one").stdout.startswith("one on here   FINISHED")
+    missing = cli("status", "three")
+    assert missing.returncode == 6
+    assert "two, one" in missing.stderr
+
+
+def test_a_crash_is_named_with_its_line(cli, started, runner):
+    started("crash", scripts.CRASHES)
+    runner.ended("crash")
+    shown = cli("status")
+    assert shown.returncode == 3
+    assert "FAILED" in shown.stdout.splitlines()[0]
+    assert "exit code 1" in shown.stdout.splitlines()[0]
+    root = next(
+        line
+        for line in shown.stdout.splitlines()
+        if "KeyError: 'image_grid_thw'" in line and "run.log:" in line
+    )
+    number = int(root.split("run.log:")[1].split()[0])
+    log = (runner.run_dir("crash") / "run.log").read_text().splitlines()
+    assert log[number - 1] == "KeyError: 'image_grid_thw'"
+    assert "exit 3" in shown.stdout.splitlines()[-1]
+
+
+def test_kill_nine_is_told_apart(cli, started, runner):
+    started("killed", scripts.KILLED)
+    runner.ended("killed")
+    shown = cli("status")
+    assert shown.returncode == 3
+    assert "SIGKILL" in shown.stdout.splitlines()[0]
+    assert "killed (likely)" in shown.stdout
+
+
+def test_a_program_that_is_not_there(cli, runner):
+    with runner.session() as session:
+        session.call(
+            "start", run_id="none", manifest={"schema": 1}, config_toml="", argv=["/no/such/python"], environment={},
+            grace=1.0,
+        )  # fmt: skip
+    shown = cli("status")
+    assert shown.returncode == 3
+    assert "/no/such/python" in shown.stdout.splitlines()[0]
+
+
+def test_wait_returns_at_once_for_a_run_that_trains(cli, started):
+    started("trains", scripts.TRAINS)
+    time.sleep(0.5)
+    shown, took = timed(cli, "status", "--wait", "60")
+    assert shown.returncode == 0
+    assert "TRAINING" in shown.stdout
+    assert took < 10
+
+
+def test_wait_returns_on_the_first_step_and_shows_the_way_there(cli, started):
+    started("later", scripts.TRAINS_LATER)
+    shown, took = timed(cli, "status", "--wait", "60")
+    assert shown.returncode == 0
+    assert 1.0 < took < 20
+    rungs = [line.split()[1] for line in shown.stderr.splitlines()]
+    assert rungs == ["targets", "drafters", "training"]  # the dataset was there before the wait began
+
+
+def test_wait_returns_on_failure(cli, started):
+    started("crash", scripts.CRASHES_LATER)
+    shown, took = timed(cli, "status", "--wait", "60")
+    assert shown.returncode == 3
+    assert took < 20
+
+
+def test_a_wait_that_ends_in_warm_up_exits_5_with_advice(cli, started):
+    started("loads", scripts.LOADS)
+    shown, took = timed(cli, "status", "--wait", "2")
+    assert shown.returncode == 5
+    assert 2.0 <= took < 15
+    assert shown.stdout.splitlines()[-1].startswith("wait:")
+    assert "WARMING" in shown.stdout.splitlines()[0]
+
+
+def test_full_waits_the_whole_time(cli, started):
+    started("trains", scripts.TRAINS)
+    time.sleep(0.5)
+    shown, took = timed(cli, "status", "--wait", "3", "--full")
+    assert shown.returncode == 0
+    assert took >= 3.0
+
+
+@pytest.mark.parametrize(
+    "script", [scripts.FINISHES, scripts.CRASHES, scripts.HOSTILE], ids=["done", "crash", "hostile"]
+)
+def test_json_is_one_object_and_nothing_else(cli, started, script):
+    started("run", script)
+    shown = cli("status", "--json", "--wait", "3", env={"FORCE_COLOR": "1"})
+    assert shown.stderr == ""
+    assert shown.stdout.count("\n") == 1
+    assert shown.stdout.isascii()
+    document = json.loads(shown.stdout)
+    assert set(document) == SCHEMA
+    assert document["schema"] == 1
+    assert document["exit_code"] == shown.returncode
+    assert document["snapshot"]["run_id"] == document["run_id"] == "run"
+
+
+def test_json_of_an_error_leaves_stdout_empty(cli):
+    shown = cli("status", "--json")
+    assert (shown.returncode, shown.stdout) == (6, "")
+
+
+def test_a_hostile_log_can_not_reach_the_terminal(cli, started):
+    started("hostile", scripts.HOSTILE)
+    time.sleep(0.5)
+    for args in (("status", "-n", "20"), ("logs",)):
+        shown = cli(*args).stdout
+        assert "last line" in shown
+        assert "red and \ufffd2J" in shown
+        assert not [c for c in shown if (ord(c) < 32 and c != "\n") or 0x7F <= ord(c) < 0xA0]
+
+
+def test_an_unsupervised_run_is_lost(cli, started, runner):
+    import os
+    import signal
+
+    started("lost", scripts.LOADS)
+    state = runner.state("lost")
+    for pid in (state["supervisor_pid"], state["pid"]):
+        os.kill(pid, signal.SIGKILL)
+    shown = cli("status", "--wait", "10")
+    assert shown.returncode == 3
+    assert "LOST" in shown.stdout.splitlines()[0]
+
+
+def test_a_run_without_its_supervisor_says_so(cli, started, runner):
+    import os
+    import signal
+
+    started("orphan", scripts.TRAINS)
+    os.kill(runner.state("orphan")["supervisor_pid"], signal.SIGKILL)
+    time.sleep(0.5)
+    shown = cli("status")
+    assert shown.returncode == 0
+    assert "its supervisor is gone" in shown.stdout
+
+
+def test_the_host_of_a_run_is_remembered(cli, started, runner):
+    started("far", scripts.FINISHES)
+    runner.ended("far")
+    cli("status", "far")
+    hosts = (cli.home / "hosts.toml").read_text().replace('default_host = "here"', 'default_host = "other"')
+    (cli.home / "hosts.toml").write_text(
+        hosts + f'[hosts.other]\nkind = "local"\nworkspace = "{runner.workspace}-other"\n'
+    )
+    assert cli("status", "far").stdout.startswith("far on here")
+    assert cli("status").returncode == 6

@@ -1,0 +1,128 @@
+"""Every screen of `status` as a person sees it, against committed text. DFLASH_UPDATE_GOLDEN=1 writes them anew."""
+
+import io
+import json
+import os
+from pathlib import Path
+
+import pytest
+
+from dflashctl.diagnose import Diagnosis, Place
+from dflashctl.render import jsonout, status
+from dflashctl.render.terminal import Terminal
+from dflashctl.render.text import width
+from dflashctl.snapshot import Snapshot
+from dflashctl.status import judge
+
+HERE = Path(__file__).parent
+FIXTURES = {p.stem: json.loads(p.read_text()) for p in (HERE / "snapshots").glob("*.json")}
+
+
+# the screens are tested here, not the engine's wording
+FOUND = {
+    "failed": Diagnosis(
+        "failed",
+        "cudagraph-tls-thread",
+        "certain",
+        "CUDAGraph-trees state is missing in the autograd thread of drafter 1 (cuda:6)",
+        root=Place("run.log", 19, "AssertionError"),
+        evidence=(
+            Place(
+                "run.log",
+                16,
+                '  File "/opt/venv/lib/python3.12/site-packages/torch/_inductor/cudagraph_trees.py", line 359',
+            ),
+            Place("run.log", 17, "    assert torch._C._is_key_in_tls(attr_name)"),
+        ),
+        cascades=(Place("run.log", 24, "AssertionError"),),
+        cause="torch 2.11 sets this state only in threads it knows; a compiled backward runs in autograd's own thread",
+        advice=("torch >= 2.13", '[runtime] cuda_graphs = "explicit"'),
+        retry="not as it is",
+    ),
+    "oom": Diagnosis(
+        "failed", "cgroup-oom", "certain", "the container's memory limit was hit", advice=("raise it",)
+    ),
+}
+
+
+@pytest.fixture(autouse=True)
+def known_diagnoses(request, monkeypatch):
+    name = request.node.callspec.params.get("name") if hasattr(request.node, "callspec") else None
+    if name in FOUND:
+        monkeypatch.setattr("dflashctl.status.diagnose", lambda *_, **__: FOUND[name])
+
+
+def lines(name, columns=100, colour=False, log_lines=None):
+    snapshot = Snapshot.parse(FIXTURES[name])
+    terminal = Terminal(io.StringIO(), colour, columns)
+    return status.screen(judge(snapshot), snapshot, snapshot.manifest["host"], log_lines, terminal)
+
+
+@pytest.mark.parametrize("columns", [100, 80])
+@pytest.mark.parametrize("name", sorted(FIXTURES))
+def test_screen_is_as_written(name, columns):
+    file = HERE / "golden" / f"{name}-{columns}.txt"
+    shown = "\n".join(lines(name, columns)) + "\n"
+    if os.environ.get("DFLASH_UPDATE_GOLDEN"):
+        file.parent.mkdir(exist_ok=True)
+        file.write_text(shown)
+    assert shown == file.read_text()
+
+
+@pytest.mark.parametrize("columns", [100, 80])
+@pytest.mark.parametrize("name", sorted(FIXTURES))
+def test_screen_fits(name, columns):
+    commands = ("dflashctl ", "/")  # what is to be copied is never cut
+    for line in lines(name, columns):
+        assert width(line) <= columns or line.strip().startswith(commands)
+
+
+@pytest.mark.parametrize("name", sorted(FIXTURES))
+def test_colour_only_supports_the_words(name):
+    import re
+
+    coloured = lines(name, colour=True)
+    assert any("\x1b[" in line for line in coloured)
+    assert [re.sub(r"\x1b\[[0-9;]*m", "", line) for line in coloured] == lines(name)
+
+
+def test_the_screen_of_a_hostile_run_holds_no_control_character():
+    for line in lines("hostile", log_lines=50):
+        assert not [c for c in line if ord(c) < 32 or 0x7F <= ord(c) < 0xA0 or c == "\u202e"]
+
+
+def test_gpus_stand_in_two_columns_where_they_fit():
+    snapshot = Snapshot.parse(FIXTURES["training"])
+    broad, narrow = (status.gpu_lines(snapshot, Terminal(io.StringIO(), columns=c)) for c in (80, 60))
+    assert (len(broad), len(narrow)) == (4, 8)
+    assert broad[0].startswith("gpu       0 ")
+    assert broad[0].index(" 4 ") == broad[3].index(" 7 ")
+
+
+def test_the_gpu_table_stands_although_the_log_could_not_be_read():
+    made = {**FIXTURES["training"], "log": {"path": "/x", "unread": "Permission denied"}}
+    snapshot = Snapshot.parse(made)
+    shown = status.screen(judge(snapshot), snapshot, "ct200", None, Terminal(io.StringIO()))
+    assert any(line.startswith("log       not read: Permission denied") for line in shown)
+    assert sum("GiB" in line for line in shown) == 4
+
+
+@pytest.mark.parametrize("name", sorted(FIXTURES))
+def test_json_holds_the_verdict_and_the_answer_as_it_came(name, capsys):
+    snapshot = Snapshot.parse(FIXTURES[name])
+    verdict = judge(snapshot)
+    jsonout.write(jsonout.status(verdict, snapshot, "ct200", 1.5))
+    document = json.loads(capsys.readouterr().out)
+    assert document["schema"] == 1
+    assert (document["state"], document["exit_code"]) == (verdict.state, verdict.exit_code)
+    assert document["snapshot"] == FIXTURES[name]
+
+
+def test_json_has_null_for_what_is_not_finite(capsys):
+    jsonout.write({"a": float("nan"), "b": [float("inf"), 1.0], "c": {"d": (float("-inf"),)}})
+    assert json.loads(capsys.readouterr().out) == {
+        "schema": 1,
+        "a": None,
+        "b": [None, 1.0],
+        "c": {"d": [None]},
+    }
