@@ -139,6 +139,33 @@ def test_a_template_that_changes_the_words(make):
         make(shout)
 
 
+LONG = "the answer is 42. " * 6  # longer than the marker
+
+
+def test_a_prompt_that_is_not_how_the_turn_begins(make):
+    """Nothing of the header becomes a label."""
+    masker = make(t.CHATML.replace("m.role + '", "m.role + ' (final)"))
+    encoded = masker.encode(chat("a", "the answer"))
+    assert said(masker, encoded) == ["the answer<|im_end|>"]
+    assert encoded.counts == {"marker": 1}
+
+
+@pytest.mark.parametrize(
+    "template",
+    [
+        t.CHATML.replace("m.role + '", "m.role + ' ' ~ (m.content | length) + '"),
+        t.CHATML.replace("'<|im_end|>'", "'<|im_end|>' + (' long' if m.content | length > 50 else '')"),
+    ],
+    ids=["header", "end"],
+)
+def test_a_template_whose_header_or_end_depends_on_the_words(make, template):
+    """Where the words begin or end can't be told for sure: no labels, rather than wrong ones."""
+    masker = make(template)
+    with pytest.raises(RowError, match="changes what every assistant turn says") as caught:
+        masker.encode(chat("a", LONG))
+    assert caught.value.reason == "no labels"
+
+
 def test_a_generation_tag_around_the_wrong_words(make):
     """The tag is not believed where the answer isn't inside it."""
     wrong = t.TAGGED.replace("m.role == 'assistant'", "m.role == 'user'")

@@ -1,0 +1,47 @@
+from __future__ import annotations
+
+import subprocess
+import sys
+
+import pytest
+
+from trainer.__main__ import COMMANDS, main
+
+
+def test_help_names_every_command_and_imports_nothing_heavy():
+    code = (
+        "import sys; from trainer.__main__ import main\n"
+        "try: main(['--help'])\n"
+        "except SystemExit as end: assert end.code == 0\n"
+        "print(*({'torch', 'transformers', 'pyarrow', 'numpy'} & set(sys.modules)) or ['light'])"
+    )
+    run = subprocess.run([sys.executable, "-c", code], capture_output=True, text=True, check=True)
+    assert all(f"\n    {name} " in run.stdout for name in COMMANDS)
+    assert run.stdout.splitlines()[-1] == "light"
+
+
+@pytest.mark.parametrize("name", COMMANDS)
+def test_every_command_has_its_help(name, capsys):
+    with pytest.raises(SystemExit) as caught:
+        main([name, "--help"])
+    assert caught.value.code == 0
+    assert f"usage: python -m trainer {name}" in capsys.readouterr().out
+
+
+@pytest.mark.parametrize("argv", [[], ["prepar"], ["--frobnicate"], ["prepare"]])
+def test_usage(argv):
+    with pytest.raises(SystemExit) as caught:
+        main(argv)
+    assert caught.value.code == 2
+
+
+def test_errors_go_to_stderr_and_exit_1(tmp_path, capsys):
+    where = tmp_path / "nowhere"
+    assert main(["prepare", "--tokenizer", str(where), "--output", str(tmp_path / "out"), "x.jsonl"]) == 1
+    captured = capsys.readouterr()
+    assert captured.out == ""
+    assert captured.err.splitlines() == [
+        "error: the tokenizer can't be read: no such folder or file",
+        f"  {where}",
+        "  fix: give --tokenizer the target",
+    ]
