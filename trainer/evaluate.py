@@ -100,7 +100,6 @@ class Evaluation:
         return {"schema": SCHEMA, **dataclasses.asdict(self), "ties": self.ties, "lossless": self.lossless}
 
 
-@torch.inference_mode()
 def evaluate(
     target: Target,
     drafter: Drafter,
@@ -160,6 +159,7 @@ class Sampler:
         return torch.multinomial(weights, 1, generator=self._generator)[:, 0]
 
 
+@torch.inference_mode()
 def speculate(
     target: Target,
     drafter: Drafter,
@@ -194,6 +194,7 @@ def speculate(
     return out
 
 
+@torch.inference_mode()
 def decode(
     target: Target, prompt: Sequence[int], max_new_tokens: int, sampler: Sampler, stop: frozenset[int]
 ) -> Generation:

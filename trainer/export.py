@@ -152,7 +152,11 @@ def _to_speculators(
     raw = {
         "architectures": ["DFlashSpeculator"],
         "speculators_model_type": "dflash",
-        "transformer_layer_config": {"model_type": "qwen3", **config.to_qwen3()},
+        "transformer_layer_config": {
+            "model_type": "qwen3",
+            "num_target_layers": config.num_target_layers,
+            **config.to_qwen3(),
+        },
         "draft_vocab_size": config.vocab_size,
         "block_size": config.block_size,
         "target_hidden_size": config.hidden_size,
@@ -171,7 +175,6 @@ def _to_speculators(
                 "architectures": load_config(target).architectures,
             },
         },
-        "num_target_layers": config.num_target_layers,
     }
     # two copies even where the target ties them: the layout has both names
     own = {TARGETS_OWN[0]: loaded.embedding.clone(), TARGETS_OWN[1]: loaded.head.clone()}
@@ -192,9 +195,8 @@ def _from_speculators(raw: dict[str, Any]) -> DrafterConfig:
         )
     ids = [i - 1 for i in raw.get("aux_hidden_state_layer_ids") or ()]
     own = {name: raw.get(name) for name in ("block_size", "mask_token_id")}
-    # theirs doesn't say how many layers the target has: at least up to the last one read, and the rule's
-    # three behind
-    layers = raw.get("num_target_layers") or max(ids, default=0) + 3
+    # other writers don't say how many layers the target has; by the layer rule the last one read has 2 behind it
+    layers = inner.get("num_target_layers") or max(ids, default=0) + 3
     return DrafterConfig.from_zlab(inner | own | {"target_layer_ids": ids, "num_target_layers": layers})
 
 

@@ -13,7 +13,7 @@ import pytest
 import torch
 from safetensors.torch import save_file
 from tokenizers import Tokenizer, models, pre_tokenizers
-from transformers import PreTrainedTokenizerFast, Qwen3Config, Qwen3ForCausalLM
+from transformers import LlamaConfig, LlamaForCausalLM, PreTrainedTokenizerFast, Qwen3Config, Qwen3ForCausalLM
 
 from trainer import evaluate as module
 from trainer.config import DrafterSection
@@ -124,6 +124,20 @@ def test_an_untrained_drafter_wins_about_nothing(target: Target) -> None:
     result = evaluate(target, make_drafter(target), prompts(), max_new_tokens=15)
     assert result.acceptance_length < 1.3
     assert result.identical == 6
+
+
+def test_a_llama_target_too() -> None:
+    torch.manual_seed(0)
+    config = LlamaConfig(
+        vocab_size=VOCAB, hidden_size=24, intermediate_size=48, num_hidden_layers=4, num_attention_heads=3,
+        num_key_value_heads=1, eos_token_id=None, bos_token_id=None, initializer_range=0.25,
+    )  # fmt: skip
+    target = Target(LlamaForCausalLM(config), (0, 2))
+    assert evaluate(target, make_drafter(target), prompts(3), max_new_tokens=15).identical == 3
+    ours = speculate(
+        target, make_drafter(target), prompts()[0], 15, Sampler(0, 0, target.device), frozenset()
+    )
+    assert ours.tokens == hugging_face(target, prompts()[0], 15)
 
 
 def test_sliding_layers_are_rolled_back_too(trained: Drafter) -> None:

@@ -64,7 +64,7 @@ def test_same_logits_after_the_round_trip(
     export(checkpoint, tmp_path / "full", layout, "float32", target)
     export(checkpoint, tmp_path / "half", layout, "bfloat16", target)
     read, exact = load_drafter(tmp_path / "full")
-    assert read == config if layout == "zlab" else read.target_layer_ids == config.target_layer_ids
+    assert read == config
     expected = logits(original, target)
     assert torch.equal(logits(exact, target), expected)
     _, half = load_drafter(tmp_path / "half")
@@ -106,6 +106,17 @@ def test_speculators_layout(tmp_path: Path, target: Path, checkpoint: Path) -> N
     assert raw["speculators_config"]["verifier"]["architectures"] == ["Qwen3ForCausalLM"]
     with pytest.raises(ModelError, match="name it with --target"):
         export(checkpoint, tmp_path / "other", "speculators")
+
+
+def test_speculators_files_of_others_need_not_tell_the_targets_depth(
+    tmp_path: Path, target: Path, checkpoint: Path
+) -> None:
+    export(checkpoint, tmp_path / "out", "speculators", "bfloat16", target)
+    path = tmp_path / "out/config.json"
+    raw = json.loads(path.read_text())
+    del raw["transformer_layer_config"]["num_target_layers"]
+    path.write_text(json.dumps(raw))
+    assert load_drafter(tmp_path / "out")[0] == load_drafter(checkpoint)[0]
 
 
 def test_weights_named_with_a_model_prefix_are_read(tmp_path: Path, checkpoint: Path) -> None:
