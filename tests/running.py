@@ -90,7 +90,7 @@ class Runner:
                 ticks = state.get("supervisor_start_ticks" if key == "supervisor" else "pid_start_ticks")
                 if pid and supervisor.alive(pid, ticks):
                     os.kill(pid, signal.SIGKILL)
-            if state.get("pgid"):
+            if state.get("pgid") not in (None, os.getpgid(0)):
                 supervisor.send(supervisor.members(state["pgid"]), signal.SIGKILL)
 
 

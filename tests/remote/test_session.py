@@ -101,7 +101,7 @@ def test_the_program_fits_python_3_9() -> None:
 def test_an_agent_that_never_answers_is_unreachable(runner: Runner, tmp_path: Path) -> None:
     python = stand_in_python(tmp_path, "exec sleep 60\n")
     begun = time.monotonic()
-    with pytest.raises(UnreachableError, match="did not answer within 0.5 s"):
+    with pytest.raises(UnreachableError, match=r"did not answer within 0\.5 s"):
         runner.session(python=python, timeout=0.5).open()
     assert time.monotonic() - begun < 5
 
@@ -115,7 +115,7 @@ def test_a_killed_agent_is_a_lost_connection_and_the_next_call_starts_another(se
 
 def test_silence_is_a_lost_connection(session: Session) -> None:
     os.kill(session.begin["pid"], signal.SIGSTOP)
-    with pytest.raises(ConnectionLostError, match="nothing came from local for 0.3 s"):
+    with pytest.raises(ConnectionLostError, match=r"nothing came from local for 0\.3 s"):
         session.call("list", timeout=0.3)
 
 
