@@ -119,14 +119,20 @@ class Container:
             text += f"lxc.mount.entry = {base}/machine{source} {inside} none rbind,ro,create=dir 0 0\n"
         size = f"{self.memory_mb}M"
         if Path("/sys/fs/cgroup/cgroup.controllers").exists():
-            return text + f"lxc.cgroup2.memory.max = {size}\nlxc.cgroup2.memory.swap.max = 0\n"
+            counts_swap = any(Path("/sys/fs/cgroup").glob("*/memory.swap.max"))
+            no_swap = "lxc.cgroup2.memory.swap.max = 0\n" if counts_swap else ""
+            return text + f"lxc.cgroup2.memory.max = {size}\n{no_swap}"
         return text + f"lxc.cgroup.memory.limit_in_bytes = {size}\n"
 
     # -- life --------------------------------------------------------------------------------------
 
     def start(self) -> None:
         """Boot it and wait until systemd says it is up."""
-        self._lxc("lxc-start")
+        log = f"{self.node.lxcpath}/{self.vmid}/log"
+        started = self._lxc("lxc-start", "--logfile", log, "--logpriority", "ERROR", check=False)
+        if started.returncode:
+            said = (self.node.root / log.lstrip("/")).read_text()
+            raise RuntimeError(f"container {self.vmid} did not start:\n{started.stderr.decode()}{said}")
         self.wait_booted()
 
     def stop(self) -> None:
