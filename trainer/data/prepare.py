@@ -6,63 +6,27 @@ import argparse
 import hashlib
 import importlib.metadata
 import json
-import os
 import sys
 import time
-from collections import Counter, deque
-from collections.abc import Iterable, Iterator, Mapping, Sequence
-from concurrent.futures import Future, ProcessPoolExecutor
-from concurrent.futures.process import BrokenProcessPool
-from dataclasses import dataclass, field
-from multiprocessing import get_context
+from collections import Counter
+from collections.abc import Callable, Mapping, Sequence
 from pathlib import Path
-from typing import Any, NamedTuple
+from typing import Any
 
 from trainer.data.buckets import plan_buckets
-from trainer.data.chat import RowError, parse_row
 from trainer.data.dataset import FORMAT, META, Dataset, DatasetWriter
+from trainer.data.encode import Line, Recipe, Reject, encode_all, usable_cores
 from trainer.data.errors import DataError
 from trainer.data.masking import METHOD, Encoded, Masker, template_hash
 
 REJECTS = "rejects.jsonl"
 EXAMPLES = 5  # rejected rows shown
-CHUNK_ROWS, CHUNK_BYTES = 256, 1 << 20  # what a worker takes at a time
+TELL_EVERY = 10  # seconds
 SMALL = 4 << 20  # bytes of input below which starting workers costs more than it saves
 
 
-@dataclass(frozen=True)
-class Recipe:
-    """What decides the ids and masks of given files.
-
-    Attributes:
-        tokenizer: folder in Hugging Face layout, or a GGUF file.
-        max_length: tokens; longer rows are cut.
-        template: a chat template that overrides the tokenizer's.
-        arguments: the template's own arguments, such as {"enable_thinking": False}.
-    """
-
-    tokenizer: Path
-    max_length: int = 3072
-    template: str | None = None
-    arguments: Mapping[str, Any] = field(default_factory=dict)
-
-    def masker(self) -> Masker:
-        """Raises DataError."""
-        return Masker(
-            self.tokenizer, max_length=self.max_length, template=self.template, arguments=self.arguments
-        )
-
-
-class Line(NamedTuple):
-    source: int  # index of the file
-    number: int  # 1-based
-    data: bytes
-
-
-class Reject(NamedTuple):
-    line: Line
-    reason: str
-    detail: str
+def _silent(line: str) -> None:
+    """Tells nobody."""
 
 
 def prepare(
@@ -73,6 +37,7 @@ def prepare(
     jobs: int = 0,
     strict: bool = False,
     replace: bool = False,
+    tell: Callable[[str], None] = _silent,
 ) -> Path:
     """Make the dataset `output` of `files`. The same bytes for any number of jobs.
 
@@ -83,11 +48,14 @@ def prepare(
         jobs: worker processes; 0: as many as there are cores, none for small input.
         strict: refuse to make a dataset when any row is rejected.
         replace: put it in place of what `output` holds now.
+        tell: gets a line on how far it is, every 10 seconds.
 
     Raises DataError where a file can't be read or no row is usable; the rejected rows are then in
     `OUTPUT.rejects.jsonl`.
     """
-    return _prepare(files, output, recipe, recipe.masker(), jobs=jobs, strict=strict, replace=replace)
+    return _prepare(
+        files, output, recipe, recipe.masker(), jobs=jobs, strict=strict, replace=replace, tell=tell
+    )
 
 
 def prepare_cached(
@@ -99,6 +67,7 @@ def prepare_cached(
     template: str | None = None,
     arguments: Mapping[str, Any] | None = None,
     jobs: int = 0,
+    tell: Callable[[str], None] = _silent,
 ) -> Path:
     """The dataset of `files` from `cache`, made there first if need be: `CACHE/KEY`, KEY hashing all that decides it.
 
@@ -121,7 +90,7 @@ def prepare_cached(
     output = cache / key[:24]
     if (output / META).is_file():
         return output
-    return _prepare(files, output, recipe, masker, jobs=jobs, strict=False, replace=False)
+    return _prepare(files, output, recipe, masker, jobs=jobs, strict=False, replace=False, tell=tell)
 
 
 def _prepare(
@@ -133,76 +102,101 @@ def _prepare(
     jobs: int,
     strict: bool,
     replace: bool,
+    tell: Callable[[str], None],
 ) -> Path:
     size = _check_files(files)
     jobs = jobs or (1 if size < SMALL else usable_cores())
-    counts: Counter[str] = Counter()
-    reasons: Counter[str] = Counter()
-    examples: list[str] = []
-    largest = -1
+    tally = _Tally(files)
+    read, told = 0, time.monotonic()
     with DatasetWriter(output) as writer:
         rejects = writer.folder / REJECTS
         with rejects.open("w", encoding="utf-8") as log:
-            for line, result in _encode_all(_chunks(files), recipe, masker, jobs):
+            for line, result in encode_all(files, recipe, masker, jobs):
                 if isinstance(result, Reject):
-                    where = f"{files[line.source]}:{line.number}"
-                    reasons[result.reason] += 1
-                    if len(examples) < EXAMPLES:
-                        examples.append(f"{where}: {result.reason}: {result.detail}")
-                    log.write(json.dumps(_reject_record(where, result), ensure_ascii=False) + "\n")
-                    continue
-                writer.add(result.ids, result.spans, line.source, line.number)
-                counts.update(result.counts)
-                counts["cut"] += result.cut
-                counts["labels"] += int((result.spans[:, 1] - result.spans[:, 0]).sum())
-                largest = max(largest, int(result.ids.max()))
-        usable = largest >= 0
-        if not usable or (strict and reasons):
+                    log.write(json.dumps(tally.reject(line, result), ensure_ascii=False) + "\n")
+                else:
+                    writer.add(result.ids, result.spans, line.source, line.number)
+                    tally.accept(result)
+                read += len(line.data) + 1
+                if time.monotonic() - told > TELL_EVERY:
+                    tell(
+                        f"Preparing: {tally.rows:,} rows, {min(read / size, 1):.0%} of the data".replace(
+                            "%", " %"
+                        )
+                    )
+                    told = time.monotonic()
+        if tally.largest < 0 or (strict and tally.reasons):
             kept = output.with_name(output.name + ".rejects.jsonl")
-            if reasons:
+            if tally.reasons:
                 rejects.replace(kept)
-            raise _refusal(files, usable, reasons, examples, kept)
-        meta = {
-            "sources": [str(f) for f in files],
-            "tokenizer": str(recipe.tokenizer),
-            "tokenizer_fingerprint": masker.fingerprint,
-            "vocab_size": len(masker.tokenizer),
-            "max_token_id": largest,
-            "chat_template": template_hash(masker.template),
-            "template_arguments": dict(recipe.arguments),
-            "max_length": recipe.max_length,
-            "end_of_turn": masker.end,
-            "labels": counts.pop("labels"),
-            "cut": counts.pop("cut"),
-            "straddling": counts.pop("straddling", 0),
-            "turns": dict(sorted(counts.items())),
-            "rejected": dict(reasons.most_common()),
-            "examples": examples,
-            "method": METHOD,
-            "versions": {n: importlib.metadata.version(n) for n in ("transformers", "tokenizers", "pyarrow")},
-        }
-        return writer.commit(meta, replace=replace)
+            raise tally.refusal(kept)
+        return writer.commit(_meta(recipe, masker, tally), replace=replace)
 
 
-def _refusal(
-    files: Sequence[Path], usable: bool, reasons: Counter[str], examples: list[str], kept: Path
-) -> DataError:
-    if not reasons:
+class _Tally:
+    """What became of the rows."""
+
+    def __init__(self, files: Sequence[Path]) -> None:
+        self.files = files
+        self.rows = 0
+        self.turns: Counter[str] = Counter()
+        self.reasons: Counter[str] = Counter()
+        self.examples: list[str] = []
+        self.labels = self.cut = 0
+        self.largest = -1  # token id
+
+    def accept(self, row: Encoded) -> None:
+        self.rows += 1
+        self.turns.update(row.counts)
+        self.cut += row.cut
+        self.labels += int((row.spans[:, 1] - row.spans[:, 0]).sum())
+        self.largest = max(self.largest, int(row.ids.max()))
+
+    def reject(self, line: Line, reject: Reject) -> dict[str, str]:
+        """Count it; its record for rejects.jsonl."""
+        self.rows += 1
+        where = f"{self.files[line.source]}:{line.number}"
+        self.reasons[reject.reason] += 1
+        if len(self.examples) < EXAMPLES:
+            self.examples.append(f"{where}: {reject.reason}: {reject.detail}")
+        text = line.data.decode("utf-8", "backslashreplace")
+        return {"where": where, "reason": reject.reason, "detail": reject.detail, "text": text}
+
+    def refusal(self, kept: Path) -> DataError:
+        """Why no dataset is made of these rows."""
+        if not self.reasons:
+            where = ", ".join(map(str, self.files))
+            return DataError("there is not one row", where=where, hint="give chat JSONL with rows")
+        what = "rows were rejected and --strict allows none" if self.largest >= 0 else "no row can be used"
+        listed = ", ".join(f"{reason} {n:,}" for reason, n in self.reasons.most_common())
         return DataError(
-            "there is not one row", where=", ".join(map(str, files)), hint="give chat JSONL with rows"
+            f"{what} ({listed})",
+            where="\n  ".join(self.examples),
+            hint=f"mend the rows; all rejected ones are in {kept}",
         )
-    what = "rows were rejected and --strict allows none" if usable else "no row can be used"
-    listed = ", ".join(f"{reason} {n:,}" for reason, n in reasons.most_common())
-    return DataError(
-        f"{what} ({listed})",
-        where="\n  ".join(examples),
-        hint=f"mend the rows; all rejected ones are in {kept}",
-    )
 
 
-def _reject_record(where: str, reject: Reject) -> dict[str, str]:
-    text = reject.line.data.decode("utf-8", "backslashreplace")
-    return {"where": where, "reason": reject.reason, "detail": reject.detail, "text": text}
+def _meta(recipe: Recipe, masker: Masker, tally: _Tally) -> dict[str, Any]:
+    turns = dict(sorted(tally.turns.items()))
+    return {
+        "sources": [str(f) for f in tally.files],
+        "tokenizer": str(recipe.tokenizer),
+        "tokenizer_fingerprint": masker.fingerprint,
+        "vocab_size": len(masker.tokenizer),
+        "max_token_id": tally.largest,
+        "chat_template": template_hash(masker.template),
+        "template_arguments": dict(recipe.arguments),
+        "max_length": recipe.max_length,
+        "end_of_turn": masker.end,
+        "labels": tally.labels,
+        "cut": tally.cut,
+        "straddling": turns.pop("straddling", 0),
+        "turns": turns,
+        "rejected": dict(tally.reasons.most_common()),
+        "examples": tally.examples,
+        "method": METHOD,
+        "versions": {n: importlib.metadata.version(n) for n in ("transformers", "tokenizers", "pyarrow")},
+    }
 
 
 def _check_files(files: Sequence[Path]) -> int:
@@ -224,81 +218,6 @@ def _file_hash(file: Path) -> str:
         while block := stream.read(1 << 20):
             digest.update(block)
     return digest.hexdigest()
-
-
-def _chunks(files: Sequence[Path]) -> Iterator[list[Line]]:
-    """Lines that hold anything, in order, in pieces for a worker."""
-    chunk: list[Line] = []
-    size = 0
-    for source, file in enumerate(files):
-        with file.open("rb") as stream:
-            for number, data in enumerate(stream, 1):
-                if not data.strip():
-                    continue
-                chunk.append(Line(source, number, data.rstrip(b"\r\n")))
-                size += len(data)
-                if len(chunk) >= CHUNK_ROWS or size >= CHUNK_BYTES:
-                    yield chunk
-                    chunk, size = [], 0
-    if chunk:
-        yield chunk
-
-
-def _encode(masker: Masker, chunk: list[Line]) -> list[Encoded | Reject]:
-    out: list[Encoded | Reject] = []
-    for line in chunk:
-        try:
-            out.append(masker.encode(parse_row(line.data)))
-        except RowError as error:
-            out.append(Reject(line, error.reason, error.detail))
-    return out
-
-
-def _encode_all(
-    chunks: Iterable[list[Line]], recipe: Recipe, masker: Masker, jobs: int
-) -> Iterator[tuple[Line, Encoded | Reject]]:
-    """Every line with what became of it, in order."""
-    if jobs == 1:
-        for chunk in chunks:
-            yield from zip(chunk, _encode(masker, chunk), strict=True)
-        return
-    # Spawned, not forked: the caller may be a trainer with threads and a CUDA context.
-    with ProcessPoolExecutor(
-        jobs, get_context("spawn"), initializer=_start_worker, initargs=(recipe,)
-    ) as pool:
-        waiting: deque[tuple[list[Line], Future[list[Encoded | Reject]]]] = deque()
-        try:
-            for chunk in chunks:
-                waiting.append((chunk, pool.submit(_work, chunk)))
-                if len(waiting) > 4 * jobs:  # enough to keep all busy; the rest stays on disk
-                    done, result = waiting.popleft()
-                    yield from zip(done, result.result(), strict=True)
-            for done, result in waiting:
-                yield from zip(done, result.result(), strict=True)
-        except BrokenProcessPool as error:
-            raise DataError(
-                "a worker process died, most likely for want of memory", hint="use fewer: --jobs 1"
-            ) from error
-        finally:
-            pool.shutdown(cancel_futures=True)
-
-
-_masker: Masker | None = None  # a worker process's own
-
-
-def _start_worker(recipe: Recipe) -> None:
-    global _masker
-    _masker = recipe.masker()
-
-
-def _work(chunk: list[Line]) -> list[Encoded | Reject]:
-    assert _masker is not None
-    return _encode(_masker, chunk)
-
-
-def usable_cores() -> int:
-    """Cores this process may run on."""
-    return len(os.sched_getaffinity(0)) if hasattr(os, "sched_getaffinity") else os.cpu_count() or 1
 
 
 def describe(meta: Mapping[str, Any]) -> list[str]:
@@ -378,7 +297,15 @@ def run(args: argparse.Namespace) -> int:
         ) from error
     recipe = Recipe(args.tokenizer, args.max_length, template, dict(args.template_argument))
     began = time.monotonic()
-    prepare(args.files, args.output, recipe, jobs=args.jobs, strict=args.strict, replace=args.overwrite)
+    prepare(
+        args.files,
+        args.output,
+        recipe,
+        jobs=args.jobs,
+        strict=args.strict,
+        replace=args.overwrite,
+        tell=lambda line: print(line, file=sys.stderr, flush=True),
+    )
     dataset = Dataset.open(args.output)
     buckets = plan_buckets(dataset.lengths, args.bucket_count, args.max_length)
     events = Events(None, sys.stdout)

@@ -9,6 +9,7 @@ import pytest
 
 from tests.trainer.data import templates as t
 from trainer.__main__ import main
+from trainer.data import encode
 from trainer.data import prepare as module
 from trainer.data.dataset import Dataset
 from trainer.data.errors import DataError
@@ -77,6 +78,16 @@ def test_the_output_does_not_depend_on_the_number_of_jobs(tmp_path, tokenizer):
     assert len(Dataset.open(tmp_path / "j2")) == 686
 
 
+def test_progress_is_told(tmp_path, tokenizer, monkeypatch):
+    monkeypatch.setattr(module, "TELL_EVERY", -1)
+    file = write(tmp_path / "in.jsonl", [row("a", "b b"), BAD[0], row("a", "b b")])
+    told = []
+    prepare([file], tmp_path / "out", Recipe(tokenizer), tell=told.append)
+    assert len(told) == 3
+    assert told[-1] == "Preparing: 3 rows, 100 % of the data"
+    assert told[0].startswith("Preparing: 1 rows, 4")
+
+
 def test_nothing_usable(tmp_path, tokenizer):
     file = write(tmp_path / "in.jsonl", BAD)
     with pytest.raises(DataError, match="no row can be used") as caught:
@@ -95,7 +106,7 @@ def test_no_rows_at_all(tmp_path, tokenizer):
 
 
 def test_a_dead_worker_is_told(tmp_path, tokenizer, monkeypatch):
-    monkeypatch.setattr(module, "_work", kill_worker)
+    monkeypatch.setattr(encode, "_work", kill_worker)
     with pytest.raises(DataError, match="a worker process died"):
         prepare([write(tmp_path / "in.jsonl", [row("a", "bb")])], tmp_path / "out", Recipe(tokenizer), jobs=2)
     assert [p.name for p in tmp_path.iterdir()] == ["in.jsonl"]
