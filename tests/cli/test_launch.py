@@ -1,0 +1,150 @@
+"""`dflashctl launch` with the real trainer on this machine, and its bad input."""
+
+import json
+
+import pytest
+
+from tests.cli import scripts
+
+QUICK = """
+[target]
+model = "bundled:tiny/target"
+dtype = "float32"
+[data]
+path = "bundled:tiny/train.jsonl"
+max_length = 64
+bucket_count = 2
+[drafter]
+layers = 1
+block_size = 4
+feature_layers = 1
+[train]
+steps = 100000
+batch_size = 2
+anchors = 2
+log_every = 5
+checkpoint_every = 100000
+"""
+
+
+@pytest.fixture
+def quick(cli):
+    (cli.home / "quick.toml").write_text(QUICK)
+    return "quick.toml"
+
+
+@pytest.mark.slow
+@pytest.mark.timeout(240)
+def test_the_main_job(cli, quick, runner):
+    """launch --wait until training is proven, status, logs, ls, stop, resume: the trainer is the real one."""
+    launched = cli("launch", "--config", quick, "--name", "real", "--wait", "150", timeout=170)
+    assert launched.returncode == 0, launched.stdout + launched.stderr
+    lines = launched.stdout.splitlines()
+    assert lines[0].startswith("here   reachable ")
+    assert "on CPU, torch 2" in lines[0]
+    assert lines[1].endswith(" deployed")
+    assert lines[2].startswith("real launched   pid ")
+    assert "training: proven after " in launched.stdout
+    assert lines[-1].startswith("next      dflashctl status --wait 100")
+    rungs = [line.split()[1] for line in launched.stderr.splitlines() if line[:1].isdigit()]
+    assert rungs == ["dataset", "targets", "drafters", "training"]
+
+    assert "step" in cli("status").stdout
+    assert "Loaded dataset" in cli("logs", "-n", "100").stdout
+    assert cli("ls").stdout.splitlines()[1].split()[:3] == ["real", "here", "training"]
+    taken = cli("launch", "--config", quick, "--name", "real")
+    assert taken.returncode == 9
+    assert "exists already" in taken.stderr
+
+    assert cli("stop", timeout=90).returncode == 0
+    assert cli("status").returncode == 0
+    resumed = cli("launch", "--resume", "real", "--wait", "150", timeout=170)
+    assert resumed.returncode == 0, resumed.stdout + resumed.stderr
+    assert "already deployed" in resumed.stdout
+    manifest = json.loads(
+        (
+            runner.run_dir(cli("status", "--json").stdout.split('"run_id": "')[1].split('"')[0])
+            / "manifest.json"
+        ).read_text()
+    )
+    assert manifest["resume"].endswith("/runs/real")
+    assert manifest["run_id"].startswith("real-")
+    assert cli("stop", timeout=90).returncode == 0
+
+
+def test_a_dry_run_shows_commands_and_hides_secrets(cli, quick, runner):
+    (cli.home / "secrets").write_text("# tokens\nHF_TOKEN=s3cret-in-file\nFROM_HERE\n")
+    shown = cli(
+        "launch", "-c", quick, "--dry-run", "-e", "OTHER=s3cret-typed", "--env-file", "secrets", env={"FROM_HERE": "s3cret-here"}
+    )  # fmt: skip
+    assert shown.returncode == 0, shown.stderr
+    assert "HF_TOKEN=***" in shown.stdout
+    assert "s3cret" not in shown.stdout + shown.stderr
+    assert "-m trainer train" in shown.stdout
+    assert shown.stdout.endswith("nothing was started\n")
+    assert not list((runner.workspace / "dflash").glob("runs/*"))
+
+
+def test_without_hosts_file_and_config_it_says_what_it_takes(bare_cli):
+    shown = bare_cli("launch", "--dry-run")
+    assert shown.returncode == 0, shown.stderr
+    assert "no hosts.toml: training on this machine" in shown.stderr
+    assert "the bundled demo (tiny)" in shown.stderr
+    assert shown.stdout.startswith("local   reachable")
+    assert "/runs/tiny-" in shown.stdout
+
+
+@pytest.mark.parametrize(
+    ("args", "code", "words"),
+    [
+        (("-c", "nope.toml"), 1, "no such training config"),
+        (("-c", "wrong.toml"), 1, "`train.steps` must be int"),
+        (("-c", "near.toml"), 1, "did you mean `train.steps`"),
+        (("-c", "broken.toml"), 1, "broken.toml"),
+        (("--name", "a b"), 2, "can't be named"),
+        (("-e", "1X=s3cret"), 2, "--env"),
+        (("-e", "NOT_SET_ANYWHERE"), 2, "NOT_SET_ANYWHERE is not set here"),
+        (("--env-file", "absent"), 1, "environment file"),
+        (("--env-file", "bad-env"), 1, "bad-env:2"),
+        (("--host", "nope"), 6, "no host named"),
+        (("--resume", "nope"), 6, "no run named nope"),
+        (("--hosts", "absent.toml"), 1, "absent.toml"),
+    ],
+)
+def test_bad_input(cli, args, code, words):
+    for name, text in {
+        "wrong.toml": '[train]\nsteps = "many"\n',
+        "near.toml": "[train]\nstep = 3\n",
+        "broken.toml": "[train\n",
+        "bad-env": "GOOD=1\n=s3cret\n",
+    }.items():
+        (cli.home / name).write_text(text)
+    shown = cli("launch", *args)
+    assert shown.returncode == code, shown.stderr
+    assert words in shown.stderr
+    assert "s3cret" not in shown.stderr
+    assert "Traceback" not in shown.stderr
+    assert shown.stdout == ""
+
+
+@pytest.mark.slow
+def test_a_run_that_fails_in_the_wait_shows_why(cli):
+    (cli.home / "gone.toml").write_text('[data]\npath = "bundled:tiny/none.jsonl"\n')
+    shown = cli("launch", "-c", "gone.toml", "--wait", "100", timeout=120)
+    assert shown.returncode == 3
+    assert "FAILED" in shown.stdout
+    assert "none.jsonl" in shown.stdout
+
+
+def test_scripts_write_what_the_trainer_writes():
+    """The stand-ins' events carry the fields of trainer/events.py, so that what they prove holds for the real one."""
+    import io
+    import re
+
+    from trainer.events import Events
+
+    emitted = set(re.findall(r'emit\("(\w+)"', scripts.HEAD))
+    assert emitted <= {name for name in vars(Events) if not name.startswith("_")}
+    stream = io.StringIO()
+    Events(None, stream).dataset(samples=8, seconds=0.1)
+    assert stream.getvalue().strip() in scripts.HEAD

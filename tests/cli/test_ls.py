@@ -1,0 +1,79 @@
+"""`dflashctl ls`: several hosts, some of which do not answer."""
+
+import json
+import socket
+
+import pytest
+
+from tests.cli import scripts
+
+
+@pytest.fixture
+def closed_port():
+    with socket.socket() as held:
+        held.bind(("127.0.0.1", 0))
+        yield held.getsockname()[1]  # bound and not listening: refused
+
+
+def add_host(cli, text):
+    with (cli.home / "hosts.toml").open("a") as file:
+        file.write(text)
+
+
+def dead(port):
+    return f'[hosts.dead]\nkind = "ssh"\naddress = "127.0.0.1"\nport = {port}\nworkspace = "/w"\n'
+
+
+def test_runs_of_all_hosts_side_by_side(cli, started, runner, closed_port):
+    started("one", scripts.FINISHES)
+    runner.ended("one")
+    started("two", scripts.TRAINS)
+    add_host(
+        cli, f'[hosts.spare]\nkind = "local"\nworkspace = "{runner.workspace}-spare"\n' + dead(closed_port)
+    )
+    shown = cli("ls")
+    assert (shown.returncode, shown.stderr) == (0, "")
+    lines = shown.stdout.splitlines()
+    assert lines[0].split() == ["RUN", "HOST", "STATE", "STEP", "LOSS", "ACCEPT", "RATE", "AGE"]
+    assert lines[1].split()[:3] == ["two", "here", "training"]
+    assert lines[2].split()[:6] == ["one", "here", "finished", "3", "/", "3"]
+    assert lines[2].endswith("ago")
+    assert lines[3].split()[:2] == ["-", "spare"]
+    assert lines[4].split()[:3] == ["-", "dead", "unreachable:"]
+    assert len(lines) == 5
+    assert max(map(len, lines)) <= 100
+
+
+def test_all_unreachable_is_an_error(cli, closed_port):
+    (cli.home / "hosts.toml").write_text(dead(closed_port))
+    shown = cli("ls", "-H", "dead")
+    assert shown.returncode == 7
+    assert "unreachable" in shown.stdout
+
+
+def test_json(cli, started, runner, closed_port):
+    started("one", scripts.FINISHES)
+    runner.ended("one")
+    add_host(cli, dead(closed_port))
+    shown = cli("ls", "--json")
+    document = json.loads(shown.stdout)
+    assert document["schema"] == 1
+    assert [(r["run_id"], r["host"], r["state"], r["exit_code"]) for r in document["runs"]] == [
+        ("one", "here", "finished", 0)
+    ]
+    errors = {h["host"]: h["error"] and h["error"]["exit_code"] for h in document["hosts"]}
+    assert errors == {"here": None, "dead": 7}
+
+
+def test_limit_and_no_runs(cli, started, runner):
+    assert "no runs yet" in cli("ls").stdout
+    for name in ("a", "b", "c"):
+        started(name, scripts.FINISHES)
+        runner.ended(name)
+    assert [line.split()[0] for line in cli("ls", "-n", "2").stdout.splitlines()] == ["RUN", "c", "b"]
+
+
+def test_an_unknown_host(cli):
+    shown = cli("ls", "-H", "her")
+    assert shown.returncode == 6
+    assert "did you mean here?" in shown.stderr

@@ -1,0 +1,56 @@
+"""`dflashctl stop` on real runs."""
+
+import json
+import time
+
+from dflashctl.remote import supervisor
+from tests.cli import scripts
+
+STUBBORN = scripts.HEAD + "signal.signal(signal.SIGTERM, signal.SIG_IGN)\nload()\ntime.sleep(600)\n"
+
+
+def test_a_run_saves_and_stops(cli, started, runner):
+    started("trains", scripts.TRAINS)
+    time.sleep(0.5)
+    shown = cli("stop")
+    assert shown.returncode == 0
+    assert shown.stdout.startswith("trains on here   stopped in ")
+    assert "exit code 143; no process is left" in shown.stdout
+    assert "launch --resume trains" in shown.stdout
+    assert not supervisor.members(runner.state("trains")["pgid"])
+    status = cli("status")
+    assert status.returncode == 0
+    assert "STOPPED   as asked" in status.stdout
+    assert "Last checkpoint: step" in status.stdout
+
+
+def test_stopping_twice_is_no_error(cli, started, runner):
+    started("done", scripts.FINISHES)
+    runner.ended("done")
+    for _ in range(2):
+        shown = cli("stop", "done")
+        assert (shown.returncode, shown.stdout) == (
+            0,
+            "done on here   had ended already: exit code 0; nothing to stop\n",
+        )
+
+
+def test_what_outlives_the_grace_period_is_killed(cli, started):
+    started("stubborn", STUBBORN)
+    time.sleep(0.5)
+    shown = cli("stop", "--grace", "1")
+    assert shown.returncode == 0
+    assert "killed: it outlived the grace period of 1 s" in shown.stdout
+    assert "STOPPED   as asked, killed after the grace period" in cli("status").stdout
+
+
+def test_json(cli, started):
+    started("trains", scripts.TRAINS)
+    shown = cli("stop", "--json")
+    document = json.loads(shown.stdout)
+    assert (document["schema"], document["run_id"], document["was_running"]) == (1, "trains", True)
+    assert shown.stderr == ""
+
+
+def test_no_such_run(cli):
+    assert cli("stop", "nope").returncode == 6
