@@ -205,7 +205,13 @@ def end_unsupervised(run_dir, state, request, pause):
     if supervisor.alive(state["supervisor_pid"], state["supervisor_start_ticks"]):
         supervisor.send([state["supervisor_pid"]], signal.SIGKILL)
     now = time.time()
-    state.update(status="exited", ended=now, updated=now, stop_requested=request["requested"])
+    state.update(
+        status="exited",
+        ended=now,
+        updated=now,
+        stop_requested=request["requested"],
+        stopped_by="dflashctl stop",
+    )
     state["error"] = "its supervisor was gone when it was stopped, so its exit code is not known"
     supervisor.write_json(os.path.join(run_dir, "state.json"), state)
     return state

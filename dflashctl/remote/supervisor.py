@@ -24,6 +24,8 @@ STRAY_WAIT = 10.0
 RESERVE = 16384
 """Bytes set aside in the run's folder, so that the end can be recorded on a full disk."""
 
+OUTSIDE = "a signal from outside (shutdown of the machine, or systemctl stop)"
+
 PR_SET_CHILD_SUBREAPER = 36
 SIGNALS = {signal.SIGTERM, signal.SIGINT, signal.SIGHUP, signal.SIGCHLD}
 
@@ -211,6 +213,7 @@ def new_state(run_id, unit):
         "exit_code": None,
         "signal": None,
         "stop_requested": None,
+        "stopped_by": None,
         "killed_after_grace": False,
         "peak_memory_bytes": None,
         "oom_kills": 0,
@@ -344,6 +347,7 @@ class Supervisor:
         if self.deadline is not None:
             return
         request = read_json(self.path("stop.json")) or {}
+        self.state["stopped_by"] = "dflashctl stop" if request else OUTSIDE
         self.state["stop_requested"] = request.get("requested") or time.time()
         self.deadline = time.monotonic() + float(request.get("grace", self.grace))
         self.beat()

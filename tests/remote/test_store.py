@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import hashlib
 import io
+import json
 import os
 import subprocess
 import tarfile
@@ -13,7 +14,7 @@ from pathlib import Path
 
 import pytest
 
-from dflashctl.errors import ConnectionLostError, DflashError, PreflightError
+from dflashctl.errors import DflashError, PreflightError
 from dflashctl.remote import store
 from dflashctl.remote.session import Session
 from tests.running import Runner, wait_for
@@ -82,9 +83,12 @@ def test_a_connection_cut_in_the_midst_leaves_nothing(runner: Runner) -> None:
     session.open()
     data = tar({"trainer/big.bin": os.urandom(5_000_000)})
     # half of what the request announces
-    header = b'{"id": 9, "method": "deploy", "payload": %d, "params": {"workspace": "%s", "release": "cut1", "size": 9, "sha256": "0"}}\n'
+    params = {"workspace": str(runner.workspace), "release": "cut1", "size": 9, "sha256": "0"}
+    header = (
+        json.dumps({"id": 9, "method": "deploy", "payload": len(data) * 2, "params": params}).encode() + b"\n"
+    )
     assert session._channel is not None
-    session._channel.write(header % (len(data) * 2, str(runner.workspace).encode()) + data)
+    session._channel.write(header + data)
     wait_for(lambda: any(name.startswith("cut1.tmp-") for name in releases(runner)))
     session.close()
     wait_for(lambda: releases(runner) == [])
@@ -146,7 +150,7 @@ def test_a_read_only_workspace_is_told(tmp_path: Path, small_disk: Path) -> None
     subprocess.run(["mount", "-o", "remount,ro", str(small_disk)], check=True)
     runner = Runner(small_disk)
     with runner.session() as session:
-        with pytest.raises(PreflightError, match="can't write .*: Read-only file system"):
+        with pytest.raises(PreflightError, match=r"can't write .*: Read-only file system"):
             send(session, tar({"trainer/a.py": b""}))
         facts = session.call("preflight", python="python3", release="x", devices=[], need_bytes=1)
         assert facts["writable"] == f"read-only file system: {small_disk}"
