@@ -114,6 +114,29 @@ def test_greedy_output_is_plain_decodings_and_hugging_faces(target: Target, trai
         assert ours.tokens == theirs
 
 
+def test_each_cycle_wins_what_the_training_forward_predicts(target: Target, trained: Drafter) -> None:
+    """Wrong features, positions or caches in the loop lose acceptance and nothing else: the output stays right."""
+    kept_in_part = 0
+    for prompt in prompts():
+        out = speculate(target, trained, prompt, 40, Sampler(0, 0, target.device), frozenset())
+        ids = torch.tensor([prompt + out.tokens])
+        starts = [len(prompt)]
+        for won in out.cycles:
+            starts.append(starts[-1] + won)
+        starts = [start for start in starts if start + K <= ids.shape[1]]  # the token limit cuts behind these
+        anchors = torch.tensor([starts])
+        block = torch.full((1, len(starts), K), MASK)
+        block[..., 0] = ids[0, anchors]
+        with torch.no_grad():
+            valid = torch.ones_like(anchors, dtype=torch.bool)
+            hidden = trained(trained.fuse(target.features(ids)), target.embedding[block], anchors, valid)
+        guesses = (hidden[:, :, 1:] @ target.head.T).argmax(-1)
+        hits = guesses == ids[0, anchors[..., None] + torch.arange(1, K)]
+        assert (1 + hits.cumprod(-1).sum(-1))[0].tolist() == out.cycles[: len(starts)]
+        kept_in_part += sum(1 < won < K for won in out.cycles)
+    assert kept_in_part > 5
+
+
 def test_what_was_learned_by_heart_is_accepted_whole(target: Target, trained: Drafter) -> None:
     """Teacher-forced training carries over to the real loop: a leak or an index error would show here."""
     result = evaluate(target, trained, prompts()[::2], max_new_tokens=17)
