@@ -87,15 +87,15 @@ class Dialer:
             if before:
                 hop = replace(hop, jumps=tuple(before))
             gateway = self._dial(hop, timeout, (*route, endpoint.login))
+            deadline = time.monotonic() + limit
             sock: socket.socket | paramiko.Channel = _through(gateway, hop, endpoint, limit)
-        elif endpoint.proxy_command:
-            sock = self._proxy(endpoint)
         else:
-            sock = _tcp(endpoint, limit)
-        deadline = time.monotonic() + limit
-        connection = self._handshake(endpoint, sock, limit)
+            deadline = time.monotonic() + limit
+            sock = self._proxy(endpoint) if endpoint.proxy_command else _tcp(endpoint, limit)
+        connection = self._handshake(endpoint, sock, limit, max(0.5, deadline - time.monotonic()))
+        left = max(0.5, deadline - time.monotonic())  # taken before a person is asked, who may think for long
         self._check_host_key(endpoint, connection)
-        log_in(endpoint, connection, max(1.0, deadline - time.monotonic()))
+        log_in(endpoint, connection, left)
         connection.set_keepalive(KEEPALIVE)
         return connection
 
@@ -115,8 +115,9 @@ class Dialer:
         return ours
 
     def _handshake(
-        self, endpoint: Endpoint, sock: socket.socket | paramiko.Channel, limit: float
+        self, endpoint: Endpoint, sock: socket.socket | paramiko.Channel, limit: float, left: float
     ) -> paramiko.Transport:
+        """The server's key is known and the line is encrypted. `left` of the `limit` seconds are still there."""
         import paramiko
 
         try:
@@ -126,13 +127,13 @@ class Dialer:
             raise UnreachableError(f"{endpoint.login} can't be spoken to: {error_words(error)}") from error
         self._opened.append(connection)
         connection.daemon = True
-        connection.banner_timeout = limit
-        connection.handshake_timeout = limit
+        connection.banner_timeout = left
+        connection.handshake_timeout = left
         options = connection.get_security_options()
         known = hostkeys.known_kinds(hostkeys.read(endpoint.known_hosts), _key_name(endpoint))
         options.key_types = _preferred(options.key_types, known)
         try:
-            connection.start_client(timeout=limit)
+            connection.start_client(timeout=left)
             connection.get_remote_server_key()  # start_client returns in silence when its time is up
         except (paramiko.SSHException, EOFError, OSError) as error:
             raise _no_handshake(endpoint, error, limit) from error
