@@ -13,7 +13,7 @@ from collections.abc import Mapping
 from dataclasses import dataclass, replace
 from typing import Any
 
-from dflashctl.diagnose import Diagnosis, diagnose
+from dflashctl.diagnose import Diagnosis, Place, diagnose
 from dflashctl.errors import ExitCode
 from dflashctl.phases import PHASE_WORDS, Rung, doing, ladder, last_event, phase_of, progress
 from dflashctl.snapshot import Snapshot, State, Step, finite, text, whole
@@ -182,22 +182,53 @@ def _ended(s: Snapshot, state: State, phase: str) -> Verdict:
 
 
 def _diagnose(s: Snapshot, facts: dict[str, Any]) -> Diagnosis:
+    """What the log shows; where it shows nothing known, what the trainer itself reported or the exit record proves."""
     lines = (line.encode("utf-8", "replace") for line in s.log.lines)
     found = diagnose(lines, facts, first_line=s.log.first_line or 1)
     killed = facts.get("signal") == "SIGKILL" or facts.get("exit_code") == 137
-    if not killed or facts.get("oom_kills") or (found.root is not None and found.confidence == "certain"):
-        return found
-    # every memory kill, the host's too, is counted in the victim's cgroup: none counted speaks for a person's kill -9
+    if killed and not facts.get("oom_kills") and (found.root is None or found.confidence != "certain"):
+        return KILLED
+    if found.class_ in (None, "unknown"):
+        return _reported(s) or found
+    return found
+
+
+KILLED = Diagnosis(
+    "failed",
+    "killed",
+    "likely",
+    "it was killed with SIGKILL, and its container counts no memory kill since launch",
+    cause="kill -9 by a person or a script, or the container was stopped hard",
+    advice=("ask who ran kill -9; on the host, journalctl -k | grep -i 'out of memory' rules memory out",),
+    retry="yes",
+)
+"""Every memory kill, the host's too, is counted in the victim's cgroup: none counted speaks for a person's kill -9."""
+
+
+def _reported(s: Snapshot) -> Diagnosis | None:
+    """The trainer's own `failed` event: a message, where it has them a place and a `fix:` line."""
+    event = (s.events.phases.get("failed") or ({},))[0]
+    said = [line.strip() for line in text(event.get("error")).splitlines() if line.strip()]
+    if not said:
+        return None
+    worker = text(event.get("worker")) or "a worker"
+    fixes = tuple(line.removeprefix("fix:").strip() for line in said if line.startswith("fix:"))
+    root = None
+    for number, line in enumerate(s.log.lines, s.log.first_line or 1):
+        if line.startswith(f"{worker} on ") and " failed at step " in line:
+            root = Place("run.log", number, line)
+            break
+    rest = "; ".join(line for line in said[1:] if not line.startswith("fix:"))
     return Diagnosis(
         "failed",
-        "killed",
-        "likely",
-        "it was killed with SIGKILL, and its container counts no memory kill since launch",
-        cause="kill -9 by a person or a script, or the container was stopped hard",
-        advice=(
-            "ask who ran kill -9; on the host, journalctl -k | grep -i 'out of memory' rules memory out",
-        ),
-        retry="yes",
+        "reported",
+        "certain",
+        said[0],
+        where=worker,
+        root=root,
+        cause=rest,
+        advice=fixes,
+        retry="not as it is",
     )
 
 
@@ -298,7 +329,7 @@ def _again(s: Snapshot) -> dict[str, Any]:
 def _living(s: Snapshot, state: State, previous: Snapshot | None, now: float, phase: str) -> Verdict:
     failed = s.events.newest("failed")
     if failed:
-        return _worker_failed(s, state, failed, now, phase)
+        return _worker_failed(s, failed, now, phase)
     if state.stop_requested is not None:
         reason = f"stopping since {duration(now - state.stop_requested)}, it saves a checkpoint first"
         kind = "training" if s.events.steps else "warming"
@@ -308,25 +339,21 @@ def _living(s: Snapshot, state: State, previous: Snapshot | None, now: float, ph
     return _training(s, now, phase)
 
 
-def _worker_failed(s: Snapshot, state: State, failed: Mapping[str, Any], now: float, phase: str) -> Verdict:
+def _worker_failed(s: Snapshot, failed: Mapping[str, Any], now: float, phase: str) -> Verdict:
+    """A worker reported failure while the process is still there: on its way out, or hung."""
     t = finite(failed.get("t"))
     age = now - t if t is not None else math.inf
     who = " on ".join(p for p in (text(failed.get("worker")), text(failed.get("device"))) if p) or "a worker"
-    what = f"{who} failed" + (f": {text(failed.get('error'))}" if text(failed.get("error")) else "")
+    error = " ".join(text(failed.get("error")).split())
+    reason = f"{who} failed" + (f": {error}" if error else "")
     found = _diagnose(s, {"process_alive": True})
-    if age < STALL_FLOOR:
-        reason = f"{what}; the run is ending"
-    else:
-        reason = f"{what} {duration(age)} ago, yet the process lives on"
+    more = {"diagnosis": found if found.root else None, "rests_on": "the trainer's own report"}
+    if age < EXIT_GRACE:
+        return _verdict("failed", phase, f"{reason}; the run is ending", settling=True, **more, **_again(s))
     again = _again(s)
     again["advice"] = f"dflashctl stop && {again['advice']}"
     return _verdict(
-        "failed",
-        phase,
-        reason,
-        diagnosis=found if found.root else None,
-        rests_on="the trainer's own report",
-        **again,
+        "failed", phase, f"{reason}, {duration(age)} ago, yet the process lives on", **more, **again
     )
 
 

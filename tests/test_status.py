@@ -286,11 +286,38 @@ def test_a_run_without_record(age, state):
 def test_a_failed_worker_in_a_live_process(age, words):
     made = snap("training")
     failed = {"t": made["now"] - age, "event": "failed", "worker": "drafter 1", "device": "cuda:6", "step": 9}
-    verdict = judge(phases(made, failed=[{**failed, "error": "boom"}]))
+    verdict = judge(phases(made, failed=[{**failed, "error": "boom\n  of two lines\n"}]))
     assert (verdict.state, verdict.exit_code) == ("failed", 3)
-    assert verdict.reason.startswith("drafter 1 on cuda:6 failed: boom")
+    assert verdict.reason.startswith("drafter 1 on cuda:6 failed: boom of two lines")
     assert words in verdict.reason
-    assert verdict.advice.startswith("dflashctl stop")
+    assert verdict.settling is (age < 15)
+    assert verdict.advice.startswith("dflashctl stop") is (age > 15)
+
+
+def test_what_the_trainer_reports_stands_where_the_log_shows_nothing_known():
+    made = snap("warming")
+    said = "the tokenizer can't be read: no such folder\n  /models/none\n  fix: give --tokenizer the target"
+    made["state"].update(status="exited", exit_code=1, ended=made["now"])
+    made["log"].update(
+        lines=["Loading", f"main on host failed at step 0: {said.splitlines()[0]}"], first_line=4
+    )
+    failed = {
+        "t": made["now"],
+        "event": "failed",
+        "worker": "main",
+        "device": "host",
+        "step": 0,
+        "error": said,
+    }
+    verdict = judge(phases(made, failed=[failed]))
+    found = verdict.diagnosis
+    assert (found.class_, found.title) == ("reported", "the tokenizer can't be read: no such folder")
+    assert (found.root.line, found.cause, found.advice) == (
+        5,
+        "/models/none",
+        ("give --tokenizer the target",),
+    )
+    assert verdict.advice == "give --tokenizer the target"
 
 
 @pytest.mark.parametrize("loss", [math.nan, math.inf])

@@ -79,19 +79,20 @@ def launch(
         messages.print(screens.default_note(place.hosts.path is None and host is None))
     with place.session() as session:
         profile = _profile(session, place, config, resume)
-        launched = launching.launch(
-            session,
-            place.host,
-            profile,
-            name=name,
-            force=force,
-            dry_run=dry_run,
-            environment=variables,
-            resume=resume,
-            tell=lambda words: (
-                messages.print(messages.style(f"-- {words}", "dim")) if messages.live else None
-            ),
-        )
+        try:
+            launched = launching.launch(
+                session,
+                place.host,
+                profile,
+                name=name,
+                force=force,
+                dry_run=dry_run,
+                environment=variables,
+                resume=resume,
+                tell=messages.transient,
+            )
+        finally:
+            messages.transient()
         out.print(screens.launched(launched, session.transport.label, out))
         if launched.run_id is None:
             return ExitCode.OK
@@ -135,7 +136,9 @@ def _wait(place: Place, session: Session, run_id: str, seconds: float) -> int:
         with Watcher(lambda: sessions.pop() if sessions else place.session(), run_id) as watcher:
             look = watch(watcher, seconds, False, status.DEFAULT_LINES, ladder)
     except KeyboardInterrupt:
-        messages.print("-- detached; the run goes on")
+        messages.print(
+            ["", "-- detached; the run goes on"] if messages.live else "-- detached; the run goes on"
+        )
         return ExitCode.INTERRUPTED
     if look.verdict.state in ("training", "evaluating", "finished"):
         out.print(screens.proven(look, seconds, out))

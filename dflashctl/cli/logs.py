@@ -73,7 +73,9 @@ def logs(
     except KeyboardInterrupt:
         writer.end_line()
         if follow:
-            messages.print("-- detached; the run goes on")
+            messages.print(
+                ["", "-- detached; the run goes on"] if messages.live else "-- detached; the run goes on"
+            )
         return ExitCode.INTERRUPTED
     writer.end_line()
     assert end is not None  # follow() yields End or raises

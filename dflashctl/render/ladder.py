@@ -8,8 +8,6 @@ from dflashctl.render.text import crop, harmless
 from dflashctl.watch import Look
 from dflashctl.words import clock, duration
 
-CLEAR = "\r\x1b[K"
-
 
 class Ladder:
     """Prints each rung once it is reached; `seconds` is the length of the wait."""
@@ -19,7 +17,6 @@ class Ladder:
         self.seconds = seconds
         self._said: set[str] = set()
         self._skip = skip_reached
-        self._live = False
 
     def update(self, look: Look) -> None:
         started = look.snapshot.state.started if look.snapshot.state is not None else None
@@ -27,25 +24,18 @@ class Ladder:
             if rung.status == "done" and rung.name not in self._said:
                 self._said.add(rung.name)
                 if not self._skip and rung.name != "buckets":
-                    self._print(rung_line(rung, look.verdict.ladder, started))
+                    self.terminal.print(rung_line(rung, look.verdict.ladder, started))
         self._skip = False
-        if self.terminal.live and not look.final:
+        if not look.final:
             words = f"{clock(look.elapsed)} of {duration(self.seconds)}   {look.verdict.reason}"
-            self.terminal.write(CLEAR + crop(harmless(words), self.terminal.columns - 1))
-            self._live = True
+            self.terminal.transient(harmless(words))
 
     def notice(self, words: str) -> None:
-        self._print(crop(harmless(words), self.terminal.columns))
+        self.terminal.print(crop(harmless(words), self.terminal.columns))
 
     def finish(self) -> None:
         """Clear the live line."""
-        if self._live:
-            self.terminal.write(CLEAR)
-            self._live = False
-
-    def _print(self, line: str) -> None:
-        self.finish()
-        self.terminal.print(line)
+        self.terminal.transient()
 
 
 def rung_line(rung: Rung, ladder: tuple[Rung, ...], started: float | None) -> str:

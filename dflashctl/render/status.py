@@ -169,7 +169,8 @@ def _log(snapshot: Snapshot, lines: int, terminal: Terminal) -> list[str]:
     age = snapshot.now - log.mtime if snapshot.now is not None and log.mtime is not None else math.nan
     said = f"last line {duration(age)} ago" if log.size and math.isfinite(age) else "no line yet"
     if log.lines and log.first_line is not None:
-        said += f", {count(log.first_line + len(log.lines) - 1)} lines"
+        lines_in_all = log.first_line + len(log.lines) - 1
+        said += f", {count(lines_in_all)} line{'s' if lines_in_all != 1 else ''}"
     out = field("log", f"{said}   {log.path}".rstrip(), terminal)
     return out + [crop("  " + harmless(line), terminal.columns) for line in log.lines[-lines:]]
 

@@ -34,7 +34,6 @@ def screen(stopped: Stopped, host: str, grace: float, terminal: Terminal) -> lis
         said = f"stopped{took}: {how}; no process is left"
     lines = wrap(said, terminal.columns, "  ", head)
     if stopped.was_running:
-        lines.append(
-            f"next      dflashctl launch --resume {harmless(stopped.run_id)}   to go on from its last checkpoint"
-        )
+        words = f"dflashctl launch --resume {harmless(stopped.run_id)}   to go on from its last checkpoint"
+        lines += wrap(words, terminal.columns, "          ", "next      ")
     return lines

@@ -8,6 +8,8 @@ from collections.abc import Iterable, Mapping
 from dataclasses import dataclass
 from typing import TextIO
 
+from dflashctl.render.text import crop
+
 COLUMNS = 100
 """Screens fit this many columns, in a pipe too."""
 
@@ -29,6 +31,7 @@ class Terminal:
     columns: int = COLUMNS
     live: bool = False
     closed: bool = False
+    _transient: bool = False
 
     @classmethod
     def of(cls, stream: TextIO, environ: Mapping[str, str] = os.environ) -> Terminal:
@@ -65,8 +68,15 @@ class Terminal:
             self.closed = True
             os.dup2(os.open(os.devnull, os.O_WRONLY), self.stream.fileno())
 
+    def transient(self, words: str = "") -> None:
+        """On a terminal, a line that the next one replaces; without words, it is cleared. Elsewhere nothing."""
+        if self.live and (words or self._transient):
+            self.write("\r\x1b[K" + crop(words, self.columns - 1))
+            self._transient = bool(words)
+
     def print(self, lines: str | Iterable[str] = "") -> None:
         """Write lines."""
+        self.transient()
         self.write((lines if isinstance(lines, str) else "\n".join(lines)) + "\n")
 
 
