@@ -211,7 +211,11 @@ def test_a_run_whose_container_was_rebooted_is_lost(own_container: tuple[Contain
 
 def test_a_shutdown_of_the_container_stops_the_run_with_grace(own_container: tuple[Container, Place]) -> None:
     container, place = own_container
-    script = "import signal, sys, time\nsignal.signal(15, lambda *_: (print('saved', flush=True), sys.exit(143)))\ntime.sleep(600)"
+    script = (
+        "import signal, sys, time\n"
+        "signal.signal(15, lambda *_: (print('saved', flush=True), sys.exit(143)))\n"
+        "time.sleep(600)"
+    )
     with place.session() as session:
         place.start(session, "a", script)
     container.shutdown()
