@@ -6,15 +6,15 @@ phase's warm-up window. docs/cli.md, "Verdicts", says the same for people.
 
 from __future__ import annotations
 
-import itertools
 import math
-import statistics
 from collections.abc import Mapping
 from dataclasses import dataclass, replace
 from typing import Any
 
-from dflashctl.diagnose import Diagnosis, Place, diagnose
+from dflashctl.diagnose import Diagnosis
 from dflashctl.errors import ExitCode
+from dflashctl.failure import explain
+from dflashctl.pace import STALL_FLOOR, read_rate, remaining, stall_limit
 from dflashctl.phases import PHASE_WORDS, Rung, doing, ladder, last_event, phase_of, progress
 from dflashctl.snapshot import Snapshot, State, Step, finite, text, whole
 from dflashctl.words import count, duration, size
@@ -24,10 +24,6 @@ HEARTBEAT_OLD = 30.0
 
 EXIT_GRACE = 15.0
 """Seconds in which a supervisor that is alive records the exit of a process that just ended."""
-
-STALL_FLOOR = 60.0
-STALL_STEPS = 10.0
-STALL_INTERVALS = 3.0
 
 READING = 1e6
 """Bytes a second from disk from which a silent phase counts as loading."""
@@ -170,7 +166,7 @@ def _ended(s: Snapshot, state: State, phase: str) -> Verdict:
         return _verdict("stopped", phase, reason, rests_on=rests, **_again(s))
     if code == 0 and not signal:
         return _exited_zero(s, phase, said, asked, after, rests)
-    found = _diagnose(s, facts)
+    found = explain(s, facts)
     again = _again(s)
     if found.verdict == "stopped":
         reason = f"from outside with {signal or how}, not by dflashctl stop{_joined(after)}"
@@ -179,57 +175,6 @@ def _ended(s: Snapshot, state: State, phase: str) -> Verdict:
     if asked:
         reason += ", while it was being stopped"
     return _verdict("failed", phase, reason, diagnosis=found, rests_on=rests, **_mended(again, found))
-
-
-def _diagnose(s: Snapshot, facts: dict[str, Any]) -> Diagnosis:
-    """What the log shows; where it shows nothing known, what the trainer itself reported or the exit record proves."""
-    lines = (line.encode("utf-8", "replace") for line in s.log.lines)
-    found = diagnose(lines, facts, first_line=s.log.first_line or 1)
-    killed = facts.get("signal") == "SIGKILL" or facts.get("exit_code") == 137
-    if killed and not facts.get("oom_kills") and (found.root is None or found.confidence != "certain"):
-        return KILLED
-    if found.class_ in (None, "unknown"):
-        return _reported(s) or found
-    return found
-
-
-KILLED = Diagnosis(
-    "failed",
-    "killed",
-    "likely",
-    "it was killed with SIGKILL, and its container counts no memory kill since launch",
-    cause="kill -9 by a person or a script, or the container was stopped hard",
-    advice=("ask who ran kill -9; on the host, journalctl -k | grep -i 'out of memory' rules memory out",),
-    retry="yes",
-)
-"""Every memory kill, the host's too, is counted in the victim's cgroup: none counted speaks for a person's kill -9."""
-
-
-def _reported(s: Snapshot) -> Diagnosis | None:
-    """The trainer's own `failed` event: a message, where it has them a place and a `fix:` line."""
-    event = (s.events.phases.get("failed") or ({},))[0]
-    said = [line.strip() for line in text(event.get("error")).splitlines() if line.strip()]
-    if not said:
-        return None
-    worker = text(event.get("worker")) or "a worker"
-    fixes = tuple(line.removeprefix("fix:").strip() for line in said if line.startswith("fix:"))
-    root = None
-    for number, line in enumerate(s.log.lines, s.log.first_line or 1):
-        if line.startswith(f"{worker} on ") and " failed at step " in line:
-            root = Place("run.log", number, line)
-            break
-    rest = "; ".join(line for line in said[1:] if not line.startswith("fix:"))
-    return Diagnosis(
-        "failed",
-        "reported",
-        "certain",
-        said[0],
-        where=worker,
-        root=root,
-        cause=rest,
-        advice=fixes,
-        retry="not as it is",
-    )
 
 
 def _mended(again: dict[str, Any], found: Diagnosis) -> dict[str, Any]:
@@ -346,7 +291,7 @@ def _worker_failed(s: Snapshot, failed: Mapping[str, Any], now: float, phase: st
     who = " on ".join(p for p in (text(failed.get("worker")), text(failed.get("device"))) if p) or "a worker"
     error = " ".join(text(failed.get("error")).split())
     reason = f"{who} failed" + (f": {error}" if error else "")
-    found = _diagnose(s, {"process_alive": True})
+    found = explain(s, {"process_alive": True})
     more = {"diagnosis": found if found.root else None, "rests_on": "the trainer's own report"}
     if age < EXIT_GRACE:
         return _verdict("failed", phase, f"{reason}; the run is ending", settling=True, **more, **_again(s))
@@ -389,41 +334,6 @@ def _warming(s: Snapshot, state: State, previous: Snapshot | None, now: float, p
     ask = min(max(left, 10.0), 300.0) if left >= 0 else 30.0
     kind = "launching" if phase == "start" and state.status == "starting" else "warming"
     return _wait(kind, phase, reason, f"{facts}; ask again in {duration(ask)}", ask, rests_on=facts)
-
-
-def read_rate(s: Snapshot, previous: Snapshot | None) -> float:
-    """Bytes a second that the run read from disk between two snapshots; 0 where unknown."""
-    if previous is None or s.now is None or previous.now is None or s.now - previous.now < 0.2:
-        return 0.0
-    a, b = finite(previous.process.get("io_read_bytes")), finite(s.process.get("io_read_bytes"))
-    return max(0.0, (b - a) / (s.now - previous.now)) if a is not None and b is not None else 0.0
-
-
-def stall_limit(s: Snapshot) -> float:
-    """Seconds without a step from which a training run counts as stalled.
-
-    max(60 s, 10 median step times, 3 median times between step events), plus three times the longest
-    checkpoint seen: steps are reported every `train.log_every`, and saving holds them up.
-    """
-    steps = s.events.steps
-    times = [x.step_s for x in steps if x.step_s is not None and x.step_s >= 0]
-    gaps = [b.t - a.t for a, b in itertools.pairwise(steps) if b.t > a.t]
-    limit = STALL_FLOOR
-    if times:
-        limit = max(limit, STALL_STEPS * statistics.median(times))
-    if len(gaps) >= 2:
-        limit = max(limit, STALL_INTERVALS * statistics.median(gaps))
-    else:
-        limit = max(limit, s.warmup("first_step"))
-    saves = [finite(e.get("seconds")) or 0.0 for e in s.events.phases.get("checkpoint", ())]
-    return limit + STALL_INTERVALS * max(saves, default=0.0)
-
-
-def remaining(step: Step) -> float | None:
-    """Seconds to the last step, at the last step's pace."""
-    if step.steps is None or step.step_s is None or step.steps <= step.step:
-        return None
-    return (step.steps - step.step) * step.step_s
 
 
 def _training(s: Snapshot, now: float, phase: str) -> Verdict:

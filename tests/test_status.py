@@ -10,8 +10,9 @@ from hypothesis import given, settings
 from hypothesis import strategies as st
 
 from dflashctl.errors import ExitCode
+from dflashctl.pace import stall_limit
 from dflashctl.snapshot import Snapshot
-from dflashctl.status import EXIT_CODES, judge, stall_limit
+from dflashctl.status import EXIT_CODES, judge
 
 FIXTURES = {
     p.stem: json.loads(p.read_text()) for p in (Path(__file__).parent / "render/snapshots").glob("*.json")

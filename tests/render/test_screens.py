@@ -49,7 +49,7 @@ FOUND = {
 def known_diagnoses(request, monkeypatch):
     name = request.node.callspec.params.get("name") if hasattr(request.node, "callspec") else None
     if name in FOUND:
-        monkeypatch.setattr("dflashctl.status.diagnose", lambda *_, **__: FOUND[name])
+        monkeypatch.setattr("dflashctl.failure.diagnose", lambda *_, **__: FOUND[name])
 
 
 def lines(name, columns=100, colour=False, log_lines=None):

@@ -1,0 +1,63 @@
+"""Why a run failed: what its log shows, what the trainer itself reported, what the exit record proves. Pure."""
+
+from __future__ import annotations
+
+from collections.abc import Mapping
+from typing import Any
+
+from dflashctl.diagnose import Diagnosis, Place, diagnose
+from dflashctl.snapshot import Snapshot, text
+
+KILLED = Diagnosis(
+    "failed",
+    "killed",
+    "likely",
+    "it was killed with SIGKILL, and its container counts no memory kill since launch",
+    cause="kill -9 by a person or a script, or the container was stopped hard",
+    advice=("ask who ran kill -9; on the host, journalctl -k | grep -i 'out of memory' rules memory out",),
+    retry="yes",
+)
+"""Every memory kill, the host's too, is counted in the victim's cgroup: none counted speaks for a person's kill -9."""
+
+
+def explain(s: Snapshot, facts: Mapping[str, Any]) -> Diagnosis:
+    """The diagnosis of an ended or failing run.
+
+    Args:
+        facts: the exit record (docs/architecture.md, "Diagnosis").
+    """
+    lines = (line.encode("utf-8", "replace") for line in s.log.lines)
+    found = diagnose(lines, facts, first_line=s.log.first_line or 1)
+    killed = facts.get("signal") == "SIGKILL" or facts.get("exit_code") == 137
+    if killed and not facts.get("oom_kills") and (found.root is None or found.confidence != "certain"):
+        return KILLED
+    if found.class_ in (None, "unknown"):
+        return _reported(s) or found
+    return found
+
+
+def _reported(s: Snapshot) -> Diagnosis | None:
+    """The trainer's own `failed` event: a message, where it has them a place and a `fix:` line."""
+    event = (s.events.phases.get("failed") or ({},))[0]
+    said = [line.strip() for line in text(event.get("error")).splitlines() if line.strip()]
+    if not said:
+        return None
+    worker = text(event.get("worker")) or "a worker"
+    fixes = tuple(line.removeprefix("fix:").strip() for line in said if line.startswith("fix:"))
+    root = None
+    for number, line in enumerate(s.log.lines, s.log.first_line or 1):
+        if line.startswith(f"{worker} on ") and " failed at step " in line:
+            root = Place("run.log", number, line)
+            break
+    rest = "; ".join(line for line in said[1:] if not line.startswith("fix:"))
+    return Diagnosis(
+        "failed",
+        "reported",
+        "certain",
+        said[0],
+        where=worker,
+        root=root,
+        cause=rest,
+        advice=fixes,
+        retry="not as it is",
+    )

@@ -1,0 +1,47 @@
+"""How fast a run moves, and from when on its silence is a stall. Pure."""
+
+from __future__ import annotations
+
+import itertools
+import statistics
+
+from dflashctl.snapshot import Snapshot, Step, finite
+
+STALL_FLOOR = 60.0
+STALL_STEPS = 10.0
+STALL_INTERVALS = 3.0
+
+
+def stall_limit(s: Snapshot) -> float:
+    """Seconds without a step from which a training run counts as stalled.
+
+    max(60 s, 10 median step times, 3 median times between step events), plus three times the longest
+    checkpoint seen: steps are reported every `train.log_every`, and saving holds them up.
+    """
+    steps = s.events.steps
+    times = [x.step_s for x in steps if x.step_s is not None and x.step_s >= 0]
+    gaps = [b.t - a.t for a, b in itertools.pairwise(steps) if b.t > a.t]
+    limit = STALL_FLOOR
+    if times:
+        limit = max(limit, STALL_STEPS * statistics.median(times))
+    if len(gaps) >= 2:
+        limit = max(limit, STALL_INTERVALS * statistics.median(gaps))
+    else:
+        limit = max(limit, s.warmup("first_step"))
+    saves = [finite(e.get("seconds")) or 0.0 for e in s.events.phases.get("checkpoint", ())]
+    return limit + STALL_INTERVALS * max(saves, default=0.0)
+
+
+def remaining(step: Step) -> float | None:
+    """Seconds to the last step, at the last step's pace."""
+    if step.steps is None or step.step_s is None or step.steps <= step.step:
+        return None
+    return (step.steps - step.step) * step.step_s
+
+
+def read_rate(s: Snapshot, previous: Snapshot | None) -> float:
+    """Bytes a second that the run read from disk between two snapshots; 0 where unknown."""
+    if previous is None or s.now is None or previous.now is None or s.now - previous.now < 0.2:
+        return 0.0
+    a, b = finite(previous.process.get("io_read_bytes")), finite(s.process.get("io_read_bytes"))
+    return max(0.0, (b - a) / (s.now - previous.now)) if a is not None and b is not None else 0.0

@@ -1,0 +1,121 @@
+"""Watching a run through a resident agent on this machine, and through connections that break."""
+
+import os
+import signal
+import time
+
+import pytest
+
+from dflashctl.errors import NotFoundError, UnreachableError
+from dflashctl.watch import Dropped, Look, Watcher
+from tests.cli import scripts
+from tests.running import runner, session
+
+__all__ = ["runner", "session"]
+
+
+@pytest.fixture
+def start(runner, session):
+    return lambda run_id, script: runner.start(session, run_id, script)
+
+
+def test_one_agent_answers_all_questions(start, runner):
+    start("loads", scripts.LOADS)
+    opened = []
+
+    def open_session():
+        opened.append(runner.session())
+        return opened[-1]
+
+    with Watcher(open_session, None) as watcher:
+        looks = list(watcher.watch(2.0, False, 5))
+    assert len(opened) == 1
+    assert [look.final for look in looks] == [False] * (len(looks) - 1) + [True]
+    assert looks[-1].verdict.state == "warming"
+    assert looks[-1].snapshot.log.lines
+    assert watcher.run_id == "loads"
+
+
+def test_a_dropped_connection_is_opened_again_within_the_wait(start, runner):
+    start("later", scripts.TRAINS_LATER)
+    opened = []
+
+    def open_session():
+        opened.append(runner.session())
+        return opened[-1]
+
+    seen = []
+    with Watcher(open_session, None) as watcher:
+        for item in watcher.watch(60.0, False, 5):
+            seen.append(type(item))
+            if len(seen) == 1:
+                os.kill(opened[0].begin["pid"], signal.SIGKILL)
+    assert seen[0] is Look
+    assert Dropped in seen
+    assert len(opened) == 2
+    assert item.verdict.state == "training"
+
+
+def test_a_connection_that_does_not_come_back_ends_the_wait_with_its_error(start, runner):
+    start("loads", scripts.LOADS)
+    opened = []
+
+    def open_session():
+        if opened:
+            raise UnreachableError("no route to host")
+        opened.append(runner.session())
+        return opened[-1]
+
+    def watch_and_break():
+        with Watcher(open_session, None) as watcher:
+            for item in watcher.watch(3.0, False, 5):
+                if isinstance(item, Look):
+                    os.kill(opened[0].begin["pid"], signal.SIGKILL)
+
+    begun = time.monotonic()
+    with pytest.raises(UnreachableError, match="no route"):
+        watch_and_break()
+    assert 2.5 < time.monotonic() - begun < 10
+
+
+def test_the_first_connection_must_succeed(runner):
+    def open_session():
+        raise UnreachableError("refused")
+
+    with Watcher(open_session, None) as watcher, pytest.raises(UnreachableError):
+        next(watcher.watch(60.0, False, 5))
+
+
+def test_no_such_run(runner):
+    with Watcher(runner.session, "nope") as watcher, pytest.raises(NotFoundError):
+        watcher.look(5, None, time.monotonic())
+
+
+def test_a_failure_is_looked_at_with_enough_of_its_log(start, runner):
+    start("crash", scripts.CRASHES + "# " + "\n")
+    runner.ended("crash")
+    with Watcher(runner.session, None) as watcher:
+        look = watcher.look(1, None, time.monotonic())
+    assert look.verdict.diagnosis.root.text.strip() == "KeyError: 'image_grid_thw'"
+
+
+def test_an_exit_being_recorded_is_waited_for(start, runner):
+    start("killed", scripts.LOADS)
+    os.kill(runner.state("killed")["pid"], signal.SIGKILL)
+    with Watcher(runner.session, None) as watcher:
+        look = watcher.look(1, None, time.monotonic())
+    assert look.verdict.state == "failed"
+    assert "SIGKILL" in look.verdict.reason
+
+
+def test_a_further_question_is_quick(start, runner):
+    """A resident agent answers in milliseconds (benchmarks/cli.py has the figures; this guards the order)."""
+    start("trains", scripts.TRAINS)
+    with Watcher(runner.session, None) as watcher:
+        watcher.ask(0, False)
+        took = []
+        for _ in range(20):
+            begun = time.perf_counter()
+            watcher.ask(0, False)
+            took.append(time.perf_counter() - begun)
+    assert sorted(took)[len(took) // 2] < 0.1
