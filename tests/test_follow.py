@@ -256,8 +256,8 @@ def test_an_offset_of_another_file_begins_anew(runner: Runner, session: Session)
     same = list(session.stream("follow", run_id="a", offset=4, inode=inode))
     assert [set(item) for item in same[:2]] == [{"at", "inode", "size"}, {"offset", "data"}]
     assert same[1]["offset"] == 4
-    assert "rotated" in list(session.stream("follow", run_id="a", offset=4, inode=inode + 1))[0]
-    assert "truncated" in list(session.stream("follow", run_id="a", offset=400, inode=inode))[0]
+    assert "rotated" in next(iter(session.stream("follow", run_id="a", offset=4, inode=inode + 1)))
+    assert "truncated" in next(iter(session.stream("follow", run_id="a", offset=400, inode=inode)))
 
 
 def test_any_bytes_survive(runner: Runner, session: Session) -> None:

@@ -48,7 +48,7 @@ def run_ids(workspace):
     found = []
     try:
         names = os.listdir(folder)
-    except FileNotFoundError:
+    except (FileNotFoundError, NotADirectoryError):
         return []
     for name in names:
         with contextlib.suppress(OSError):

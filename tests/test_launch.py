@@ -1,0 +1,257 @@
+"""Launching on this machine: real agent, supervisor and processes; the trainer and torch are small stand-ins."""
+
+from __future__ import annotations
+
+import dataclasses
+import json
+import os
+import subprocess
+import sys
+import time
+from collections.abc import Iterator
+from pathlib import Path
+from typing import Any
+
+import pytest
+
+from dflashctl import config, deploy, runs
+from dflashctl.config import Devices, Host
+from dflashctl.errors import NotFoundError, PreflightError
+from dflashctl.launch import Launched, launch
+from dflashctl.profile import load_profile
+from dflashctl.remote.session import PATH, Session
+from tests.running import STEPS, Runner, runner, wait_for
+
+__all__ = ["runner"]
+
+MAIN = """
+import argparse, sys
+parser = argparse.ArgumentParser()
+parser.add_argument("command"); parser.add_argument("--config"); parser.add_argument("--run-dir"); parser.add_argument("--resume")
+given = parser.parse_args()
+sys.argv = ["trainer", given.run_dir]
+print("config", open(given.config).read().replace("\\n", " "), "resume", given.resume)
+"""
+
+
+@pytest.fixture
+def trainer(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> Path:
+    """A trainer package of three files, packed in the real one's stead."""
+    root = tmp_path / "package" / "trainer"
+    (root / "profiles" / "tiny").mkdir(parents=True)
+    (root / "__init__.py").write_text("")
+    (root / "__main__.py").write_text(MAIN + STEPS)
+    (root / "profiles" / "tiny" / "train.toml").write_text("[train]\nsteps = 3\n")
+    monkeypatch.setattr(deploy, "package_dir", lambda: root)
+    return root
+
+
+@pytest.fixture
+def modules(tmp_path: Path) -> Path:
+    """What the trainer imports, as empty packages."""
+    folder = tmp_path / "modules"
+    for name, version in {
+        "torch": "2.13.0",
+        "transformers": "5.0",
+        "pyarrow": "20",
+        "safetensors": "0.5",
+    }.items():
+        (folder / name).mkdir(parents=True)
+        (folder / name / "__init__.py").write_text(f"__version__ = '{version}'\n")
+    with (folder / "torch" / "__init__.py").open("a") as file:
+        file.write("class cuda:\n    device_count = staticmethod(lambda: 2)\n")
+        file.write("open(__file__ + '.imported', 'a').write('x')\n")
+    return folder
+
+
+@pytest.fixture
+def host(runner: Runner, trainer: Path, modules: Path) -> Host:
+    local = config.parse("", None, {"HOME": "/nonexistent"}).get("local")
+    return dataclasses.replace(
+        local,
+        workspace=str(runner.workspace),
+        python=sys.executable,
+        environment={"PYTHONPATH": str(modules), "HOST_SECRET": "hs_hidden"},
+    )
+
+
+@pytest.fixture
+def session(runner: Runner, host: Host) -> Iterator[Session]:
+    with runner.session() as session:
+        yield session
+
+
+def go(session: Session, host: Host, **options: Any) -> Launched:
+    return launch(session, host, load_profile(options.pop("config", None), host), **options)
+
+
+def test_the_first_launch_sends_the_trainer_and_the_second_does_not(
+    runner: Runner, session: Session, host: Host
+) -> None:
+    said: list[str] = []
+    first = go(session, host, tell=said.append)
+    assert first.run_id is not None
+    assert first.run_id.startswith("tiny-")
+    assert (first.state["status"], first.deployed, first.notes) == ("running", True, [])
+    assert said[0] == "checking"
+    assert said[1].startswith("sending the trainer")
+    assert said[2] == "starting"
+    second = go(session, host)
+    assert (second.run_id, second.deployed) == (first.run_id + "-2", False)
+    assert runner.ended(first.run_id)["exit_code"] == 0
+    log = (runner.run_dir(first.run_id) / "run.log").read_text()
+    assert log.startswith("config [train] steps = 3")
+    assert "step 3/3" in log
+
+
+def test_the_manifest_says_what_was_launched(runner: Runner, session: Session, host: Host) -> None:
+    launched = go(session, host, name="mine", environment={"HF_TOKEN": "hf_hidden"})
+    manifest = json.loads((runner.run_dir("mine") / "manifest.json").read_text())
+    assert manifest["release"] == launched.release
+    assert manifest["environment"] == ["HF_TOKEN", "HOST_SECRET", "PYTHONPATH"]
+    assert manifest["devices"] == {"targets": ["cpu"], "drafters": ["cpu"]}
+    assert manifest["warmup"]["targets"] == 300.0
+    assert manifest["config_path"] == "bundled:tiny/train.toml"
+    assert manifest["argv"][1:5] == ["-u", "-m", "trainer", "train"]
+    assert (manifest["host"], manifest["vmid"], manifest["run_id"]) == ("local", None, "mine")
+    assert (runner.run_dir("mine") / "config.toml").read_text().startswith("[train]\nsteps = 3\n")
+    environ = Path(f"/proc/{launched.state['pid']}/environ")
+    assert not environ.exists() or b"HF_TOKEN=hf_hidden" in environ.read_bytes()
+
+
+def test_a_name_is_taken_once(session: Session, host: Host) -> None:
+    assert go(session, host, name="mine").run_id == "mine"
+    with pytest.raises(runs.RunExistsError, match="a run named mine exists already") as caught:
+        go(session, host, name="mine")
+    assert int(caught.value.exit_code) == 9
+    with pytest.raises(runs.RunNameError):
+        go(session, host, name="no/slash")
+
+
+def test_a_dry_run_shows_every_command_and_changes_nothing(
+    runner: Runner, session: Session, host: Host
+) -> None:
+    planned = go(session, host, dry_run=True, environment={"HF_TOKEN": "hf_hidden"})
+    assert planned.run_id is None
+    assert not (runner.workspace / "dflash" / "runs").exists()
+    assert not (runner.workspace / "dflash" / "releases").exists()
+    text = "\n".join(planned.commands)
+    assert "hidden" not in text
+    assert "HF_TOKEN='***'" in text or "HF_TOKEN=***" in text
+    assert "-m trainer train" in text
+    assert "supervisor.py" in text
+    assert f"releases/{planned.release}" in text
+    done = go(session, host, environment={"HF_TOKEN": "hf_hidden"})
+    assert done.run_id is not None
+    assert [line.replace(done.run_id, "RUN") for line in done.commands if "trainer train" in line] == [
+        line.replace(Path(planned.path).name, "RUN") for line in planned.commands if "trainer train" in line
+    ]
+
+
+def test_resume_names_the_other_run(runner: Runner, session: Session, host: Host) -> None:
+    go(session, host, name="first")
+    runner.ended("first")
+    go(session, host, name="second", resume="first")
+    runner.ended("second")
+    assert f"resume {runner.run_dir('first')}\n" in (runner.run_dir("second") / "run.log").read_text()
+    assert json.loads((runner.run_dir("second") / "manifest.json").read_text())["resume"] == str(
+        runner.run_dir("first")
+    )
+    with pytest.raises(NotFoundError, match="no run named third"):
+        go(session, host, resume="third")
+
+
+# What is refused before anything is started
+
+
+def refused(session: Session, host: Host, message: str, **options: Any) -> PreflightError:
+    with pytest.raises(PreflightError) as caught:
+        go(session, host, **options)
+    assert message in caught.value.message
+    assert int(caught.value.exit_code) == 9
+    with pytest.raises(NotFoundError):
+        session.call("snapshot")  # no run was made
+    return caught.value
+
+
+def test_a_module_is_missing(session: Session, host: Host, modules: Path) -> None:
+    (modules / "torch" / "__init__.py").write_text(
+        "raise ImportError('libcudart.so.13: cannot open shared object file')"
+    )
+    error = refused(session, host, "torch can't be imported by")
+    assert "ImportError: libcudart.so.13: cannot open shared object file" in error.message
+    assert "pip install" in error.hint
+
+
+def test_torch_crashes_the_interpreter(session: Session, host: Host, modules: Path) -> None:
+    (modules / "torch" / "__init__.py").write_text("import os; print('bad libc', flush=True); os.abort()")
+    refused(session, host, "can't run the trainer: ")
+
+
+def test_the_dataset_is_missing(tmp_path: Path, session: Session, host: Host) -> None:
+    path = tmp_path / "train.toml"
+    path.write_text("[data]\npath = 'none.jsonl'\n")
+    refused(session, host, f"{tmp_path.resolve()}/none.jsonl does not exist on local", config=path)
+
+
+def test_gpus_that_do_not_exist(session: Session, host: Host) -> None:
+    host = dataclasses.replace(host, devices=Devices(("cuda:0",), ("cuda:9",)))
+    refused(session, host, "cuda:9 does not exist on local: it has cuda:0, cuda:1")
+
+
+def test_the_workspace_is_a_file(runner: Runner, session: Session, host: Host) -> None:
+    runner.workspace.write_text("")
+    try:
+        with pytest.raises(PreflightError, match=r"is not writable: .* is not a folder"):
+            go(session, host)
+    finally:
+        runner.workspace.unlink()
+
+
+@pytest.mark.skipif(os.geteuid() != 0, reason="mounting a small disk needs root")
+def test_the_disk_is_full(runner: Runner, session: Session, host: Host) -> None:
+    runner.workspace.mkdir()
+    subprocess.run(["mount", "-t", "tmpfs", "-o", "size=1m", "tmpfs", str(runner.workspace)], check=True)
+    try:
+        refused(session, host, "bytes free; 26")
+        assert not (runner.workspace / "dflash" / "releases").exists()
+    finally:
+        subprocess.run(["umount", str(runner.workspace)], check=True)
+
+
+def test_a_busy_gpu(tmp_path: Path, runner: Runner, host: Host) -> None:
+    smi = tmp_path / "nvidia-smi"
+    smi.write_text(
+        '#!/bin/sh\ncase "$1" in --query-compute*) ;; *) echo "0, H200, 9000, 143771, 3, 99.5, 40";; esac\n'
+    )
+    smi.chmod(0o755)
+    host = dataclasses.replace(host, devices=Devices(("cuda:0",), ("cpu",)))
+    with runner.session(path=f"{tmp_path}:{PATH}") as session:
+        with pytest.raises(PreflightError, match="cuda:0 on local is busy: 9,000 MiB in use"):
+            go(session, host, name="a")
+        launched = go(session, host, name="a", force=True)
+        assert launched.notes == ["cuda:0 on local is busy: 9,000 MiB in use (--force)"]
+
+
+# The import of torch is not paid twice
+
+
+def test_imports_are_remembered_until_something_changes(session: Session, host: Host, modules: Path) -> None:
+    marks = modules / "torch" / "__init__.py.imported"
+    go(session, host)
+    paid = marks.read_text()
+    begun = time.perf_counter()
+    assert go(session, host).facts["modules"]["torch"] == "2.13.0"
+    assert time.perf_counter() - begun < 2.0
+    assert marks.read_text() == paid
+    other = dataclasses.replace(host, environment={**host.environment, "PYTHONPATH": f"{modules}:/other"})
+    go(session, other)
+    assert marks.read_text() == paid + paid
+
+
+def test_a_trainer_that_dies_at_once(runner: Runner, session: Session, host: Host, trainer: Path) -> None:
+    (trainer / "__main__.py").write_text("raise SystemExit('no luck')")
+    launched = go(session, host)
+    assert launched.run_id is not None
+    state = wait_for(lambda: runner.ended(str(launched.run_id)))
+    assert state["exit_code"] == 1

@@ -1,0 +1,146 @@
+"""Launch profiles: the file over the host, absolute paths, and TOML written back without loss."""
+
+from __future__ import annotations
+
+import dataclasses
+import os
+import sys
+from pathlib import Path
+from typing import Any
+
+import pytest
+from hypothesis import given
+from hypothesis import strategies as st
+
+from dflashctl import config
+from dflashctl.config import Devices, Host, PctHost
+from dflashctl.errors import ConfigError
+from dflashctl.profile import load_profile, to_toml
+
+if sys.version_info >= (3, 11):
+    import tomllib
+else:
+    import tomli as tomllib
+
+
+@pytest.fixture
+def local() -> Host:
+    return config.parse("", None, {"HOME": "/home/x"}).get("local")
+
+
+@pytest.fixture
+def remote() -> PctHost:
+    return PctHost(
+        name="ct200",
+        workspace="/workspace",
+        via="pve1",
+        vmid=200,
+        devices=Devices(("cuda:0", "cuda:1"), ("cuda:2",)),
+    )
+
+
+def write(tmp_path: Path, text: str) -> Path:
+    path = tmp_path / "qwen.toml"
+    path.write_text(text)
+    return path
+
+
+def test_without_a_config_the_bundled_demo(local: Host) -> None:
+    profile = load_profile(None, local)
+    assert (profile.stem, profile.origin) == ("tiny", "bundled:tiny/train.toml")
+    assert profile.config.target.model == "bundled:tiny/target"
+    assert profile.paths == []
+    assert profile.all_devices == ["cpu"]
+    assert profile.warmup == local.warmup
+
+
+def test_the_file_wins_over_the_host(tmp_path: Path, remote: PctHost) -> None:
+    profile = load_profile(
+        write(tmp_path, "[devices]\ntargets = ['cuda:7']\n[warmup]\ntargets = 900\n"), remote
+    )
+    assert profile.devices == {"targets": ["cuda:7"], "drafters": ["cuda:2"]}
+    assert profile.all_devices == ["cuda:2", "cuda:7"]
+    assert profile.warmup == {**remote.warmup, "targets": 900.0}
+    assert profile.stem == "qwen"
+
+
+def test_the_host_fills_what_the_file_leaves_out(tmp_path: Path, remote: PctHost) -> None:
+    profile = load_profile(write(tmp_path, "[train]\nsteps = 5\n"), remote)
+    assert profile.devices == {"targets": ["cuda:0", "cuda:1"], "drafters": ["cuda:2"]}
+    assert tomllib.loads(profile.toml) == {
+        "train": {"steps": 5},
+        "devices": {"targets": ["cuda:0", "cuda:1"], "drafters": ["cuda:2"]},
+    }
+
+
+def test_relative_paths(tmp_path: Path, local: Host, remote: PctHost) -> None:
+    text = "[target]\nmodel = '/abs/model'\n[data]\npath = 'chat.jsonl'\n[evaluate]\nprompts = 'bundled:tiny/heldout.jsonl'\n"
+    here = load_profile(write(tmp_path, text), local)
+    assert here.config.data.path == str(tmp_path.resolve() / "chat.jsonl")
+    there = load_profile(write(tmp_path, text), remote)
+    assert there.config.data.path == "/workspace/chat.jsonl"
+    assert there.config.target.model == "/abs/model"
+    assert there.paths == ["/abs/model", "/workspace/chat.jsonl"]
+    assert there.config.evaluate.prompts == "bundled:tiny/heldout.jsonl"
+
+
+@pytest.mark.parametrize(
+    ("text", "message"),
+    [
+        ("[train]\nstepz = 1\n", "unknown key `train.stepz`; did you mean `train.steps`?"),
+        ("[train]\nsteps = 'many'\n", "`train.steps` must be int, not str"),
+        ("[data]\npath = 5\n", "`data.path` must be str, not int"),
+        ("train = 5\n", "train. must be a table"),
+        ("devices = 5\n", "devices. must be a table"),
+        ("[train\n", "the training config can't be read"),
+        ("[warmup]\ntargetz = 5\n", "unknown phase `warmup.targetz`"),
+    ],
+)
+def test_a_bad_file_is_named_with_the_key(tmp_path: Path, local: Host, text: str, message: str) -> None:
+    with pytest.raises(ConfigError) as caught:
+        load_profile(write(tmp_path, text), local)
+    assert message in caught.value.message
+    assert "qwen.toml" in caught.value.message + caught.value.where
+    assert int(caught.value.exit_code) == 1
+
+
+def test_a_missing_file(local: Host) -> None:
+    with pytest.raises(ConfigError, match="no such training config") as caught:
+        load_profile(Path("/none/train.toml"), local)
+    assert caught.value.where == "/none/train.toml"
+
+
+def test_the_config_of_a_run_is_taken_as_text(remote: PctHost) -> None:
+    profile = load_profile(
+        None, remote, text="[train]\nsteps = 9\n", origin="/workspace/dflash/runs/a/config.toml"
+    )
+    assert profile.config.train.steps == 9
+    assert profile.origin == "/workspace/dflash/runs/a/config.toml"
+
+
+SCALARS = st.one_of(
+    st.booleans(),
+    st.integers(-(2**63), 2**63 - 1),
+    st.floats(allow_nan=False),
+    st.text(st.characters(exclude_categories=["Cs"])),
+)
+TABLES = st.dictionaries(
+    st.text(st.characters(exclude_categories=["Cs"]), min_size=1), SCALARS | st.lists(SCALARS), max_size=4
+)
+
+
+@given(
+    st.dictionaries(
+        st.text(st.characters(exclude_categories=["Cs"]), min_size=1), TABLES | SCALARS, max_size=5
+    )
+)
+def test_toml_is_written_without_loss(raw: dict[str, Any]) -> None:
+    assert tomllib.loads(to_toml(raw)) == raw
+
+
+def test_every_field_of_a_config_survives(tmp_path: Path, local: Host) -> None:
+    text = "[train]\nlearning_rate = 6e-4\nclip = 1\n[drafter]\ntarget_layer_ids = [1, 2]\n[target]\nmodel = '/ä \"q\"'\n"
+    profile = load_profile(write(tmp_path, text), local)
+    again = load_profile(write(tmp_path, profile.toml), local)
+    assert dataclasses.asdict(again.config) == dataclasses.asdict(profile.config)
+    assert os.path.isabs(profile.config.target.model)
