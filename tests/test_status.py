@@ -261,6 +261,23 @@ def test_a_stop_without_supervisor_is_a_stop():
     assert "its supervisor was gone when it was stopped" in verdict.notes
 
 
+@pytest.mark.parametrize(("heartbeat", "settling", "state"), [(2, True, "warming"), (16, False, "lost")])
+def test_where_the_supervisor_can_not_be_seen_its_heartbeat_decides(heartbeat, settling, state):
+    made = snap("training")
+    made["process"] = {"alive": False}
+    made["state"]["updated"] = made["now"] - heartbeat
+    assert (judge(made).settling, judge(made).state) == (settling, state)
+
+
+def test_a_step_after_an_evaluation_that_was_never_reported_ends_it():
+    made = snap("training")
+    began = made["events"]["steps"][-1]["t"] - 1
+    assert (
+        judge(phases(made, evaluating=[{"t": began, "event": "evaluating", "what": "trained"}])).phase
+        == "training"
+    )
+
+
 def test_an_exit_that_is_being_recorded_settles_first():
     made = snap("training")
     made["process"] = {"alive": True, "trainer_alive": False, "supervisor_alive": True, "pid": 41822}

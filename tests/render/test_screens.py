@@ -99,6 +99,18 @@ def test_gpus_stand_in_two_columns_where_they_fit():
     assert broad[0].index(" 4 ") == broad[3].index(" 7 ")
 
 
+def test_idle_gpus_are_counted_only_once_a_run_has_ended():
+    made = json.loads(json.dumps(FIXTURES["warming"]))
+    for row in made["gpus"]["rows"]:
+        row["memory_used_mib"] = 4
+    snapshot = Snapshot.parse(made)
+    terminal = Terminal(io.StringIO())
+    assert len(status.gpu_lines(snapshot, terminal)) == 4
+    assert status.gpu_lines(snapshot, terminal, brief=True) == ["gpu       8 idle"]
+    made["gpus"]["rows"][3]["memory_used_mib"] = 70000  # something still holds it
+    assert len(status.gpu_lines(Snapshot.parse(made), terminal, brief=True)) == 4
+
+
 def test_the_gpu_table_stands_although_the_log_could_not_be_read():
     made = {**FIXTURES["training"], "log": {"path": "/x", "unread": "Permission denied"}}
     snapshot = Snapshot.parse(made)
