@@ -79,8 +79,7 @@ class Crew:
                     file=sys.stderr,
                     flush=True,
                 )
-            what = str(error) if plain else f"{type(error).__name__}: {error}"
-            self.events.failed(worker=name, device=device, step=step, error=what.strip())
+            self.events.failed(worker=name, device=device, step=step, error=_line(error, plain))
         self.stop()
 
     def check(self) -> None:
@@ -126,6 +125,12 @@ class Crew:
         with contextlib.suppress(OSError, ValueError):
             sys.stdout.flush()
         os._exit(code)
+
+
+def _line(error: BaseException, plain: bool) -> str:
+    """A plain error as it is; of others the first line, since compilers put whole programs into their messages."""
+    text = str(error).strip()
+    return text if plain else f"{type(error).__name__}: {text.splitlines()[0] if text else ''}"[:500]
 
 
 class Worker(threading.Thread):

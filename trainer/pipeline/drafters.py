@@ -106,7 +106,8 @@ class DrafterWorker(Worker):
         )
         self.announce_ready()
         self.crew.wait_for_begin()
-        compile.refuse_recompiles()
+        if self.compiled:
+            compile.refuse_recompiles()
         marks = [self.device.mark()] * 2
         step = self._plan.first
         while step < self._course.last:
@@ -141,7 +142,7 @@ class DrafterWorker(Worker):
         self.embedding, self.head = (source.to(device, dtype) for source in self._sources)
         self.totals = torch.zeros(3, dtype=torch.float64, device=device)
         self.nonfinite = torch.zeros(2, dtype=torch.int64, device=device)
-        shapes = len(plan.batches.buckets.lengths) * plan.drafters
+        shapes = len(plan.batches.buckets.lengths)
         self._forward: Any = compile.compiled(draft, shapes) if self.compiled else draft
 
     def _warm_up(self, length: int) -> None:

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import threading
+import types
 from collections.abc import Callable
 from typing import Any
 
@@ -22,18 +23,23 @@ def wanted(runtime: RuntimeConfig, device: torch.device) -> bool:
 
 
 def compiled(function: Callable[..., Any], variants: int) -> Callable[..., Any]:
-    """`function` compiled in the default mode, for fixed shapes.
+    """A copy of `function`, compiled in the default mode for fixed shapes.
 
-    Call it in the thread that will use it (the compiler's settings are a thread's own in newer releases). Modes with
-    CUDA graph trees are not used: their state is one thread's, and autograd runs the backward in another.
+    Call it once a worker, in the worker's thread (the compiler's settings are a thread's own in newer releases). Modes
+    with CUDA graph trees are not used: their state is one thread's, and autograd runs the backward in another.
+
+    The copy has a code object of its own. The compiler keeps what it compiled with the code object, in a list that it
+    reorders at every call; two threads that call one function at a time can miss an entry that is there, and compile
+    anew (seen in 2.11 and 2.13).
 
     Args:
-        variants: how many shapes, over all workers, will be compiled.
+        function: without free variables.
+        variants: how many shapes will be compiled.
     """
     settings: Any = torch._dynamo.config
     settings.recompile_limit = max(settings.recompile_limit, variants + 8)
-    settings.accumulated_recompile_limit = max(settings.accumulated_recompile_limit, 4 * variants + 256)
-    return torch.compile(function, dynamic=False)
+    code = function.__code__.replace()
+    return torch.compile(types.FunctionType(code, function.__globals__, function.__name__), dynamic=False)
 
 
 def refuse_recompiles(refuse: bool = True) -> None:
