@@ -217,8 +217,7 @@ def _gone(s: Snapshot, state: State, now: float, phase: str) -> Verdict | None:
         else "it never gave a sign of life"
     )
     if state.boot and s.boot and state.boot != s.boot:
-        what = "container" if state.boot.split(":")[0] == s.boot.split(":")[0] else "host"
-        reason = f"the {what} was rebooted while it ran; {seen}"
+        reason = f"{_rebooted(s, state)} rebooted while it ran; {seen}"
         return _lost(s, phase, reason, "the boot id differs from the record's")
     trainer, guard = s.process.get("trainer_alive"), s.process.get("supervisor_alive")
     pid = f"process {state.pid}" if state.pid is not None else "its process"
@@ -231,6 +230,13 @@ def _gone(s: Snapshot, state: State, now: float, phase: str) -> Verdict | None:
             "warming", phase, reason, "the supervisor records the exit within seconds", 1.0, settling=True
         )
     return None
+
+
+def _rebooted(s: Snapshot, state: State) -> str:
+    """What was rebooted. A container may be given a new boot id at each start, so its host can't be told from it."""
+    if state.boot.split(":")[0] == s.boot.split(":")[0]:
+        return "the container was"
+    return "the machine was" if s.manifest.get("vmid") is None else "the container or its host was"
 
 
 def _lost(s: Snapshot, phase: str, reason: str, rests: str) -> Verdict:
@@ -419,6 +425,8 @@ def _notes(s: Snapshot, now: float, state: str) -> tuple[str, ...]:
             notes.append(
                 f"the supervisor has been silent for {duration(silent)} (a heartbeat is due every 5 s)"
             )
+    if record is not None and state == "stopped" and record.boot and s.boot and record.boot != s.boot:
+        notes.append(f"{_rebooted(s, record)} rebooted since: the shutdown may be what stopped it")
     if record is not None and record.oom_kills > 0 and state not in ("failed", "lost"):
         notes.append(f"memory kills in the container since launch: {record.oom_kills}")
     if state == "lost" and (kills := whole(s.cgroup.get("oom_kills"))):

@@ -226,9 +226,17 @@ def test_exit_zero_before_the_last_step_is_no_finish():
     assert judge(made).state == "finished"
 
 
-def test_reboots_of_container_and_host_are_told_apart():
+def test_a_reboot_is_told_as_exactly_as_it_is_known():
     assert judge(snap("lost")).reason.startswith("the container was rebooted")
-    assert judge(snap("lost", boot="other-boot:812")).reason.startswith("the host was rebooted")
+    other = snap("lost", boot="other-boot:812")  # a container may get a new boot id at each start
+    assert judge(other).reason.startswith("the container or its host was rebooted")
+    other["manifest"]["vmid"] = None
+    assert judge(other).reason.startswith("the machine was rebooted")
+
+
+def test_a_stop_before_a_reboot_may_have_been_the_shutdown():
+    assert not judge(snap("stopped")).notes
+    assert "may be what stopped it" in judge(snap("stopped", boot="other-boot:1")).notes[0]
 
 
 def test_a_recycled_boot_never_makes_an_ended_run_lost():
