@@ -17,19 +17,9 @@ from transformers import LlamaConfig, LlamaForCausalLM, PreTrainedTokenizerFast,
 
 from trainer import evaluate as module
 from trainer.config import DrafterSection
-from trainer.evaluate import (
-    Generation,
-    PromptError,
-    Sampler,
-    add_arguments,
-    decode,
-    evaluate,
-    read_prompts,
-    report,
-    run,
-    speculate,
-)
+from trainer.evaluate import PromptError, add_arguments, evaluate, read_prompts, report, run
 from trainer.modeling import ModelError
+from trainer.modeling.decoding import Generation, Sampler, decode, speculate
 from trainer.modeling.drafter import Drafter, DrafterConfig
 from trainer.modeling.losses import block_loss
 from trainer.modeling.target import Target
