@@ -147,6 +147,26 @@ def test_killed_agents_lose_and_repeat_nothing(runner: Runner, session: Session)
     assert set(pauses) == {1.0}
 
 
+def test_a_connection_that_breaks_within_a_line(runner: Runner, session: Session) -> None:
+    script = """
+    import sys, time
+    for i in range(30):
+        sys.stdout.write("half "); sys.stdout.flush(); time.sleep(0.07)
+        sys.stdout.write(f"line {i}\\n"); sys.stdout.flush()
+    """
+    runner.start(session, "a", script)
+    log = runner.run_dir("a") / "run.log"
+    items: list[Any] = []
+    for item in follow(runner.session, "a", Start(lines=1000), sleep=lambda _: None):
+        items.append(item)
+        if isinstance(item, Line) and int(item.text.split()[-1]) % 10 == 5:
+            wait_for(lambda: log.read_bytes().endswith(b"half "))
+            time.sleep(0.06)  # the agent has sent the half line by now
+            os.kill(runner.sessions[-1].begin["pid"], signal.SIGKILL)
+    assert texts(items) == [f"half line {i}" for i in range(30)]
+    assert [item.kind for item in items if isinstance(item, Notice)].count("reconnected") == 3
+
+
 def test_the_pauses_grow_while_the_host_is_away(runner: Runner, session: Session) -> None:
     runner.start(session, "a", COUNT.format(n=20, pause=0.05))
     broken = iter([UnreachableError("no route")] * 4 + [ContainerError("container 200 is stopped")] * 3)

@@ -254,6 +254,7 @@ class Follower:
         except FileNotFoundError:
             return  # moved away; the new one is not there yet
         if (current.st_ino, current.st_dev) != (info.st_ino, info.st_dev):
+            self.drain()  # what was written between the last look and the change
             os.close(self.fd)
             self.fd = os.open(self.path, os.O_RDONLY)
             self.restart("rotated")

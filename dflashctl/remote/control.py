@@ -18,6 +18,9 @@ from dflashctl.remote import probe, store, supervisor
 TAKEOVER = 15.0
 """Seconds within which a supervisor must have taken the run over."""
 
+GONE_WAIT = 5.0
+"""Seconds that killed processes may take to vanish."""
+
 FOREIGN = ("SSH_", "DBUS_", "XDG_SESSION", "SUDO_")
 """Beginnings of variables that belong to the login and not to the run."""
 
@@ -159,6 +162,10 @@ def await_takeover(run_dir):
     error = f"the supervisor did not take the run over within {TAKEOVER:g} s" + (
         f": {said.splitlines()[-1]}" if said else ""
     )
+    with contextlib.suppress(OSError):
+        os.unlink(
+            os.path.join(run_dir, "start.json")
+        )  # holds secrets, and a supervisor that is late must not start
     state = state or supervisor.new_state(os.path.basename(run_dir), None)
     state.update(status="exited", ended=time.time(), error=error)
     supervisor.write_json(os.path.join(run_dir, "state.json"), state)
@@ -223,10 +230,10 @@ def signal_group(group, number):
 
 
 def verify_gone(state, pause):
-    """Raises Refusal when processes of the run are still there after a KILL and five seconds."""
+    """Raises Refusal when processes of the run are still there GONE_WAIT seconds after a KILL."""
     if not state["pgid"]:
         return
-    deadline = time.monotonic() + 5.0
+    deadline = time.monotonic() + GONE_WAIT
     while left := supervisor.members(state["pgid"]):
         supervisor.send(left, signal.SIGKILL)
         if time.monotonic() > deadline:

@@ -149,15 +149,13 @@ class RunProbe:
     def __init__(self, folder):
         self.folder = folder
         self.events = journal.EventsReader(os.path.join(folder, "events.jsonl"))
-        self.manifest = None
         self.tree = ((), 0.0)
 
     def read(self, log_lines, log_offset=None, log_inode=None):
         """Manifest, state, process, log and events."""
-        if self.manifest is None:
-            self.manifest = supervisor.read_json(os.path.join(self.folder, "manifest.json"))
         state, process = self.read_process()
-        part = {"manifest": self.manifest, "state": state, "process": process}
+        manifest = supervisor.read_json(os.path.join(self.folder, "manifest.json"))
+        part = {"manifest": manifest, "state": state, "process": process}
         part["log"] = journal.log_tail(os.path.join(self.folder, "run.log"), log_lines, log_offset, log_inode)
         part["events"] = self.events.read()
         return part

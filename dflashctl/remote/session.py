@@ -28,6 +28,7 @@ NOISE_KEPT = 64 * 1024
 BOOT = """\
 import sys
 if sys.version_info < (3, 9): sys.exit("dflash: Python 3.9 or newer is needed, this is " + sys.version.split()[0])
+if sys.platform != "linux": sys.exit("dflash: runs live on Linux, this is " + sys.platform)
 import json, os, types, zlib
 def take(n):
     data = b""
@@ -233,6 +234,9 @@ class Session:
         assert self._channel is not None
         try:
             self._channel.write(data)
+        except ConnectionLostError:
+            self.close()
+            raise
         except (BrokenPipeError, TimeoutError) as error:
             raise self._lost(str(error)) from error
 
@@ -245,6 +249,9 @@ class Session:
                 f"nothing came from {self.transport.label} for {patience:g} s",
                 hint="run the command again; the run itself is not touched by this",
             ) from None
+        except ConnectionLostError:
+            self.close()
+            raise
         if frame is None:
             raise self._lost("end of file")
         return frame
@@ -290,11 +297,12 @@ class Session:
 
     def _no_begin(self, result: Result) -> DflashError:
         text = result.stderr.decode("utf-8", "replace")
-        for line in text.splitlines():
+        # Python 2 knows no -I
+        for line in text.replace("Unknown option: -I", "dflash: Python 3.9 or newer is needed").splitlines():
             if line.startswith("dflash: "):
                 return PreflightError(
                     f"{self.python} on {self.transport.label} can't be used: {line[8:]}",
-                    hint="set `python` of this host in hosts.toml to a newer interpreter",
+                    hint="set `python` of this host in hosts.toml to a newer interpreter, or choose another host",
                 )
         return self.transport.explain(result)
 

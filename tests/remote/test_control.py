@@ -5,13 +5,14 @@ from __future__ import annotations
 import json
 import os
 import signal
+import subprocess
 import threading
 import time
 from pathlib import Path
 
 import pytest
 
-from dflashctl.remote import control, probe, supervisor
+from dflashctl.remote import control, probe, store, supervisor
 from dflashctl.remote.session import Session
 from dflashctl.runs import RunExistsError
 from tests.running import Runner, wait_for
@@ -160,11 +161,33 @@ def test_trainer_and_supervisor_gone_is_lost(runner: Runner, session: Session) -
 
 
 def test_a_recycled_pid_is_not_taken_for_the_run(runner: Runner, session: Session) -> None:
+    """The numbers of the run were given to another process since; it must be neither believed nor killed."""
     runner.start(session, "a")
     runner.ended("a")
-    rewrite(runner, "a", status="running", pid=os.getpid(), supervisor_pid=os.getpid())
-    assert session.call("list")["runs"][0]["standing"] == "lost"
-    assert session.call("stop", run_id="a", grace=1)["lost"] is True  # and this very process lives on
+    bystander = subprocess.Popen(["sleep", "60"], start_new_session=True)
+    try:
+        rewrite(
+            runner, "a", status="running", pid=bystander.pid, pgid=bystander.pid, supervisor_pid=bystander.pid
+        )
+        assert session.call("snapshot")["process"]["alive"] is False
+        assert session.call("list")["runs"][0]["standing"] == "lost"
+        assert session.call("stop", run_id="a", grace=1)["lost"] is True
+        assert bystander.poll() is None
+    finally:
+        bystander.kill()
+        bystander.wait()
+
+
+def test_what_is_left_after_a_stop_is_killed_or_named(monkeypatch: pytest.MonkeyPatch) -> None:
+    child = subprocess.Popen(["sleep", "60"], start_new_session=True)
+    with monkeypatch.context() as patch:
+        patch.setattr(control, "GONE_WAIT", 0.1)
+        patch.setattr(supervisor, "send", lambda pids, number: None)  # as if it hung in the kernel
+        with pytest.raises(store.Refusal, match=f"survived SIGKILL: {child.pid}"):
+            control.verify_gone({"pgid": child.pid}, time.sleep)
+    assert child.poll() is None
+    control.verify_gone({"pgid": child.pid}, time.sleep)
+    assert child.wait(5) == -signal.SIGKILL
 
 
 def test_a_reboot_makes_a_running_run_lost(runner: Runner, session: Session) -> None:

@@ -45,14 +45,18 @@ def test_noise_on_both_streams_does_not_disturb(runner: Runner, tmp_path: Path) 
         assert session.call("list")["runs"] == []
 
 
-def test_what_a_method_prints_is_no_frame(runner: Runner, tmp_path: Path) -> None:
-    """Children of the agent inherit no way to its stdout: what they print lands on stderr."""
-    smi = tmp_path / "nvidia-smi"
-    smi.write_text("#!/bin/sh\necho to-stderr >&2\necho '0, Fake, 1, 2, 3, 4, 5'\n")
-    smi.chmod(0o755)
-    with runner.session(path=f"{tmp_path}:{sessions.PATH}") as session:
-        runner.start(session, "a")
-        assert session.call("snapshot")["gpus"]["rows"][0]["name"] == "Fake"
+def test_what_a_method_prints_is_no_frame(runner: Runner, monkeypatch: pytest.MonkeyPatch) -> None:
+    """Neither the agent's own prints nor its children's reach the stream of frames."""
+    shout = "def do_shout(self, workspace):\n        print('loud', flush=True)\n        os.system('echo louder')\n        return {}\n\n    "
+    sources = [
+        (name, text.replace("def do_list(", shout + "def do_list(")) for name, text in sessions._sources()
+    ]
+    monkeypatch.setattr(sessions, "_sources", lambda: sources)
+    with runner.session() as session:
+        assert session.call("shout") == {}
+        assert session._channel is not None
+        assert wait_for(lambda: session._channel.stderr) == b"loud\nlouder\n"  # type: ignore[union-attr]
+        assert not session._noise
 
 
 def test_the_agent_dies_when_its_stdin_ends(runner: Runner) -> None:
@@ -88,6 +92,14 @@ def test_too_old_a_python_is_named_with_its_version(runner: Runner, tmp_path: Pa
     with pytest.raises(PreflightError) as caught:
         runner.session(python=python).open()
     assert "Python 3.9 or newer is needed, this is 3.8.1" in caught.value.message
+
+
+def test_python_2_is_told_as_too_old(runner: Runner, tmp_path: Path) -> None:
+    python = stand_in_python(
+        tmp_path, "echo 'Unknown option: -I' >&2; echo 'usage: python [option] ...' >&2; exit 2\n"
+    )
+    with pytest.raises(PreflightError, match=r"Python 3\.9 or newer is needed"):
+        runner.session(python=python).open()
 
 
 def test_the_program_fits_python_3_9() -> None:
