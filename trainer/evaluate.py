@@ -1,5 +1,4 @@
-"""The real draft-and-verify loop: how many tokens a drafter wins, at what speed, and that the output is the
-target's own.
+"""How many tokens a drafter wins in the real loop, at what speed, and that the output is the target's own.
 
     python -m trainer evaluate --target T --drafter DIR --prompts FILE
 

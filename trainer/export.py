@@ -3,9 +3,8 @@
 python -m trainer export --checkpoint DIR --output DIR [--layout zlab|speculators] [--dtype bfloat16]
 
 checkpoint     drafter.json + drafter.safetensors (float32 masters)
-zlab           config.json + model.safetensors: DFlashDraftModel, no embedding and no head (SGLang, vLLM)
-speculators    config.json + model.safetensors: layer ids counted one higher, embedding and head
-included (vLLM)
+zlab           config.json + model.safetensors: no embedding, no head (SGLang, vLLM)
+speculators    config.json + model.safetensors: ids counted one higher, embedding and head (vLLM)
 """
 
 from __future__ import annotations

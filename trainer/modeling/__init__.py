@@ -1,5 +1,4 @@
-"""The DFlash method itself: target features, the drafter, its attention mask and its loss. Knows no threads
-and no files but models.
+"""The DFlash method itself: target features, the drafter, its mask, its loss, its decoding. Knows no threads.
 
 Importing this package is cheap; its modules import torch.
 """
@@ -10,5 +9,4 @@ from trainer.config import ConfigError
 
 
 class ModelError(ConfigError):
-    """A model folder or a model configuration can't be used as it stands: the message names it, the cause
-    and the fix."""
+    """A model's folder or configuration can't be used as it stands: the message names it and the cause."""

@@ -118,8 +118,7 @@ def attend(
 def dense_attention(
     query: Tensor, keys: Tensor, values: Tensor, context_keys: Tensor, context_values: Tensor, mask: DenseMask
 ) -> Tensor:
-    """`attend` without a kernel: each query scores S context keys and the K keys of its own block, in one
-    softmax.
+    """`attend` without a kernel: one softmax over S context keys and the K keys of the own block.
 
     Scores take `[B, H, A, K, S + K]` where the square layout would take `[B, H, A*K, S + A*K]`.
     """

@@ -19,8 +19,7 @@ class ContextCache:
         self._buffers: list[Tensor | None] = [None] * layers  # [2, B, KV, capacity, d]
 
     def update(self, layer: int, keys: Tensor, values: Tensor) -> tuple[Tensor, Tensor]:
-        """Write `[B, KV, n, d]` behind the context and return all keys and values, `[B, KV, length + n,
-        d]`."""
+        """Write `[B, KV, n, d]` behind the context and return all, `[B, KV, length + n, d]`."""
         end = self.length + keys.shape[2]
         buffer = self._buffers[layer]
         if buffer is None or buffer.shape[3] < end:

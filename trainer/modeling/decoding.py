@@ -106,8 +106,7 @@ def decode(
 
 
 def _accept(drafts: list[int], said: list[int]) -> tuple[int, list[int]]:
-    """Tokens won, and the tokens: as many of the target's as agree with the drafts from the first on, and
-    one more."""
+    """Tokens won, and which: the target's as long as they agree with the drafts, and one more."""
     kept = 0
     while kept < len(drafts) and drafts[kept] == said[kept]:
         kept += 1

@@ -1,8 +1,6 @@
-"""The DFlash drafter: a few Qwen3-style layers that turn one anchor token and K-1 mask tokens into K-1
-guesses at once.
+"""The DFlash drafter: a few Qwen3-style layers that turn an anchor token and K-1 masks into K-1 guesses at once.
 
-Every layer attends to the context through keys and values made from the target's fused features, beside the
-block's own.
+Every layer attends to keys and values made from the target's fused features, beside the block's own.
 Method: arXiv:2602.06036; layout of names and config: the published z-lab drafters. See docs/method.md.
 """
 
@@ -52,8 +50,7 @@ class Attention(nn.Module):
         self.k_norm = RMSNorm(d, config.rms_norm_eps)
 
     def keys_values(self, x: Tensor, rotary: Rotary) -> tuple[Tensor, Tensor]:
-        """`[B, n, D]` -> keys (normed, rotated) and values, `[B, KV, n, d]`. The same projections serve
-        context and block."""
+        """`[B, n, D]` of context or block -> keys (normed, rotated) and values, `[B, KV, n, d]`."""
         keys = self.k_norm(self.k_proj(x).unflatten(-1, (-1, self.head_dim))).transpose(1, 2)
         values = self.v_proj(x).unflatten(-1, (-1, self.head_dim)).transpose(1, 2)
         return rotate(keys, rotary), values
@@ -93,8 +90,7 @@ class Drafter(nn.Module):
 
     Args:
         config: its shape.
-        seed: of the initial weights, drawn on the CPU by a generator of their own, so they are the same on
-            every device.
+        seed: of the initial weights, drawn on the CPU by a generator of their own: the same on every device.
     """
 
     inv_freq: Tensor
@@ -165,8 +161,7 @@ class Drafter(nn.Module):
         """One block, for serving; the same function of the same prefix as `forward`.
 
         Args:
-            new_context: fused features of the tokens since the last call, `[B, s, D]`, positions start-s ..
-                start-1.
+            new_context: fused features of the tokens since the last call, `[B, s, D]`, ending at start-1.
             block: embedded block input, `[B, K, D]`, positions start .. start+K-1.
             start: the anchor's position.
             cache: what earlier calls left; the new context is added to it, the block is not.

@@ -50,8 +50,7 @@ ARCHITECTURE = "DFlashDraftModel"
 
 
 def target_layer_ids(num_layers: int, count: int) -> tuple[int, ...]:
-    """The layers read of a target with `num_layers`: from layer 1 to layer num_layers - 3, evenly, 0-based
-    "after layer id".
+    """The layers read of a target: evenly from layer 1 to layer num_layers - 3, 0-based, "after layer id".
 
     The feature of id i is `hidden_states[i + 1]` of Hugging Face's `output_hidden_states` (whose index 0 is
     the embedding). Rule of the published drafters. Raises ModelError when there are too few layers.
@@ -201,8 +200,7 @@ class DrafterConfig:
 
     @classmethod
     def from_zlab(cls, raw: dict[str, Any]) -> DrafterConfig:
-        """Read a z-lab config.json. Raises ModelError for anything this trainer does not implement or does
-        not know."""
+        """Read a z-lab config.json. Raises ModelError for anything not implemented or not known here."""
         inner = dict(raw.get("dflash_config") or {})
         _refuse_unsupported(raw, inner)
         fields = {f.name: f for f in dataclasses.fields(cls)}
@@ -262,8 +260,7 @@ def _refuse_unsupported(raw: dict[str, Any], inner: dict[str, Any]) -> None:
 
 
 def _rope_theta(raw: dict[str, Any]) -> float:
-    """rope_theta from the top level (transformers 4) or rope_parameters (transformers 5, per layer type in
-    some)."""
+    """rope_theta from the top level (transformers 4) or rope_parameters (5; per layer type in some)."""
     parameters = raw.get("rope_parameters") or {}
     parameters = parameters.get("full_attention", parameters)
     theta = raw.get("rope_theta") or parameters.get("rope_theta")

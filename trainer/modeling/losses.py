@@ -1,14 +1,10 @@
-"""The drafter's loss: cross-entropy with slot weights, through the target's frozen head, without ever
-holding all logits.
+"""The drafter's loss: weighted cross-entropy through the target's frozen head, without ever holding all logits.
 
-Slots k = 1..K-1 of a block predict the token at anchor + k (slot 0 is the anchor itself and predicts
-nothing).
+Slots k = 1..K-1 of a block predict the token at anchor + k; slot 0, the anchor, predicts nothing.
 
-    ce-decay   w_k = exp(-(k-1) / gamma)                                                  (DFlash,
-    arXiv:2602.06036)
-    ce-dpace   w_k = sum over m >= k of prod over i <= m of ((1-alpha) q_i + alpha), q_i = exp(-CE_i)
-               not differentiated                                                         (D-PACE,
-               arXiv:2605.18810)
+    ce-decay   w_k = exp(-(k-1) / gamma)                                   DFlash, arXiv:2602.06036
+    ce-dpace   w_k = sum over m >= k of prod over i <= m of ((1-alpha) q_i + alpha), q_i = exp(-CE_i),
+               not differentiated                                          D-PACE, arXiv:2605.18810
 
     loss = sum(w * CE) / sum(w)     over the valid slots of the whole batch
 """
@@ -37,14 +33,12 @@ class LossOutput:
 
 
 def default_gamma(block_size: int) -> float:
-    """The decay the paper uses with a block size (7 for 16, 5 for 10, 4 for 8); between and beyond them, in
-    proportion."""
+    """The paper's decay for a block size (7 for 16, 5 for 10, 4 for 8), else in proportion."""
     return {16: 7.0, 10: 5.0, 8: 4.0}.get(block_size, max(1.0, round(block_size * 0.45, 1)))
 
 
 def expected_acceptance_length(hits: Tensor, labels_valid: Tensor) -> Tensor:
-    """1 + the mean, over blocks with at least one valid slot, of the number of leading hits. Scalar; 1
-    without any block."""
+    """1 + the mean number of leading hits of blocks with a valid slot; scalar, 1 without such a block."""
     leading = (hits & labels_valid).cumprod(-1).sum(-1)
     blocks = labels_valid.any(-1).sum()
     return 1 + leading.sum() / blocks.clamp_min(1)
@@ -79,8 +73,7 @@ def block_loss(
     alpha: float = 0.5,
     chunk: int = 0,
 ) -> LossOutput:
-    """The loss of a batch of blocks. Logits are formed for `chunk` blocks at a time, and their gradient
-    with them.
+    """The loss of a batch of blocks; logits and their gradient are formed for `chunk` blocks at a time.
 
     Args:
         hidden: the drafter's output, `[B, A, K, D]`; slot 0 is not used.
@@ -116,11 +109,9 @@ def block_loss(
 
 
 class _ChunkedLoss(torch.autograd.Function):
-    """Linear and cross-entropy in one, the gradient with respect to `hidden` formed while the logits are
-    there.
+    """Linear and cross-entropy in one; the gradient to `hidden` is formed while the logits are there.
 
-    The normalisation is known only after the last chunk, so that gradient is kept unnormalised and scaled
-    in backward.
+    The denominator is known only after the last chunk, so the gradient is scaled in backward.
     """
 
     @staticmethod

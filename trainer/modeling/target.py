@@ -16,8 +16,7 @@ from torch import Tensor, nn
 
 from trainer.modeling import ModelError
 
-# from_pretrained changes process-wide defaults while it runs (the dtype of new tensors, how modules are
-# initialised)
+# from_pretrained changes process-wide defaults while it runs, such as the dtype of new tensors
 _LOADING = threading.Lock()
 
 DTYPES = {
@@ -29,14 +28,12 @@ DTYPES = {
 
 
 class _AllCaptured(Exception):
-    """Raised by the hook of the last layer that is read, to leave the forward: nothing behind it is
-    wanted."""
+    """Raised by the hook of the last layer that is read: nothing behind it is wanted."""
 
 
 @dataclass
 class _Capture:
-    """What the hooks of one forward collect. One a call, in a context variable, so that threads don't
-    meet."""
+    """What the hooks of one forward collect; one a call, so that threads don't meet."""
 
     stop: bool
     states: dict[int, Tensor] = field(default_factory=dict)
@@ -123,8 +120,7 @@ class Target:
         return self.head.dtype
 
     def features(self, input_ids: Tensor, lengths: Tensor | None = None) -> Tensor:
-        """Hidden states after the chosen layers, side by side; the layers behind the last one and the head
-        don't run.
+        """Hidden states after the chosen layers, side by side; later layers and the head don't run.
 
         Rows are padded on the right. Attention is causal, so the features of real tokens don't depend on
         the padding and no mask is needed; the features of padding are set to zero when `lengths` is given.
@@ -171,8 +167,7 @@ class Target:
 
         Every layer keeps all positions, sliding ones too; their mask hides what is out of the window.
 
-        Raises ModelError for a target whose state can't be rolled back (recurrent or linear attention
-        layers).
+        Raises ModelError for a target whose state can't be rolled back (recurrent, linear attention).
         """
         from transformers import DynamicCache
 
@@ -243,8 +238,7 @@ def _source(path: Path) -> dict[str, Any]:
 
 @contextlib.contextmanager
 def _explained(path: Path) -> Iterator[None]:
-    """Turn whatever the loaders raise over a damaged model (many kinds, of several libraries) into a
-    ModelError."""
+    """Turn what the loaders raise over a damaged model, of whatever library, into a ModelError."""
     try:
         yield
     except (ModelError, MemoryError, torch.cuda.OutOfMemoryError):
@@ -288,8 +282,7 @@ def _find_layers(decoder: nn.Module, count: int) -> nn.ModuleList:
 
 
 def _embedding_table(module: Any) -> Tensor:
-    """The vectors that ids turn into, `[V, D]`: the weight itself, unless the model scales or changes it on
-    the way."""
+    """The vectors that ids turn into, `[V, D]`: the weight itself, unless the model scales it."""
     weight = module.weight
     if type(module) is nn.Embedding:
         return weight.detach()
