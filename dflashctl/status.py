@@ -7,6 +7,7 @@ phase's warm-up window. docs/cli.md, "Verdicts", says the same for people.
 from __future__ import annotations
 
 import math
+import shlex
 from collections.abc import Mapping
 from dataclasses import dataclass, replace
 from typing import Any
@@ -252,26 +253,32 @@ def _joined(after: str) -> str:
 
 
 def _again(s: Snapshot) -> dict[str, Any]:
-    """What to type to go on, and what was lost: from the last checkpoint."""
-    run = s.run_id or text(s.manifest.get("run_id"))
+    """What to type to go on, and what was lost: from the last checkpoint, or from the beginning."""
     saved = s.events.newest("checkpoint")
     step, t = whole(saved.get("step")), finite(saved.get("t"))
     if step is None:
-        trained = "" if s.events.steps else "Nothing was trained; "
-        return {
-            "act": "do",
-            "advice": "dflashctl launch",
-            "work": f"{trained}no checkpoint." if trained else "No checkpoint was saved.",
-        }
+        lost = "No checkpoint was saved." if s.events.steps else "Nothing was trained; no checkpoint."
+        return {"act": "do", "advice": _launch(s), "work": lost}
     last = s.events.steps[-1] if s.events.steps else None
     lost = ""
     if last is not None and t is not None and last.step > step:
         lost = f", {count(last.step - step)} steps ({duration(last.t - t)}) of work lost"
     return {
         "act": "do",
-        "advice": f"dflashctl launch --resume {run}".rstrip(),
+        "advice": f"dflashctl launch --resume {s.run_id}",
         "work": f"Last checkpoint: step {count(step)}{lost}.",
     }
+
+
+def _launch(s: Snapshot) -> str:
+    """The command that launches the same once more."""
+    config, resumed, host = (text(s.manifest.get(k)) for k in ("config_path", "resume", "host"))
+    command = "dflashctl launch"
+    if resumed:
+        command += f" --resume {shlex.quote(resumed.rsplit('/', 1)[-1])}"
+    elif config and not config.startswith("bundled:"):
+        command += f" -c {shlex.quote(config)}"
+    return command + (f" -H {shlex.quote(host)}" if host and host != "local" else "")
 
 
 # -- alive
@@ -302,7 +309,7 @@ def _worker_failed(s: Snapshot, failed: Mapping[str, Any], now: float, phase: st
     if age < EXIT_GRACE:
         return _verdict("failed", phase, f"{reason}; the run is ending", settling=True, **more, **_again(s))
     again = _again(s)
-    again["advice"] = f"dflashctl stop && {again['advice']}"
+    again["advice"] = f"dflashctl stop {s.run_id} && {again['advice']}"
     return _verdict(
         "failed", phase, f"{reason}, {duration(age)} ago, yet the process lives on", **more, **again
     )
@@ -330,7 +337,7 @@ def _warming(s: Snapshot, state: State, previous: Snapshot | None, now: float, p
             phase,
             reason,
             act="do",
-            advice=f"dflashctl logs -n 200; then  dflashctl stop && {again['advice']}",
+            advice=f"dflashctl logs {s.run_id} -n 200; then  dflashctl stop {s.run_id} && {again['advice']}",
             rests_on=f"no event and {'no ' if not active else 'only '}activity since; {facts}",
         )
     left = window - silent
@@ -357,7 +364,7 @@ def _training(s: Snapshot, now: float, phase: str) -> Verdict:
         takes = f"; a step takes {duration(last.step_s)}" if last.step_s is not None else ""
         return _stalled(s, f"no step for {duration(ago)}{takes}", phase, rests)
     if sick := _nonfinite(s, last):
-        advice = "lower train.learning_rate or check the data; see where it began: dflashctl logs -n 200"
+        advice = f"lower train.learning_rate or check the data; see where it began: dflashctl logs {s.run_id} -n 200"
         return _verdict("degraded", phase, sick, act="do", advice=advice, rests_on=rests)
     left = remaining(last)
     advice = "nothing to do" + (f", about {duration(left)} to go" if left is not None else "")
@@ -389,7 +396,7 @@ def _finishing(s: Snapshot, phase: str, silent: float, rests: str) -> Verdict:
 def _stalled(s: Snapshot, reason: str, phase: str, rests: str) -> Verdict:
     again = _again(s)
     return _verdict(
-        "stalled", phase, reason, act="do", advice=f"dflashctl stop && {again['advice']}", work=again["work"],
+        "stalled", phase, reason, act="do", advice=f"dflashctl stop {s.run_id} && {again['advice']}", work=again["work"],
         rests_on=rests + _gpu_words(s),
     )  # fmt: skip
 

@@ -64,11 +64,11 @@ def main() -> NoReturn:
 
 def run(args: list[str]) -> int:
     """Run one command line; every error becomes a message on stderr and an exit code."""
-    from dflashctl.render import errors
-
     try:
         return int(app(args=args, prog_name="dflashctl", standalone_mode=False) or ExitCode.OK)
     except DflashError as error:
+        from dflashctl.render import errors
+
         errors.show(error)
         return int(error.exit_code)
     except ClickException as error:  # type: ignore[misc]  # a class, found at run time
@@ -79,5 +79,7 @@ def run(args: list[str]) -> int:
     except Exception as error:
         if os.environ.get("DFLASH_DEBUG"):
             raise
+        from dflashctl.render import errors
+
         errors.show_unexpected(error)
         return int(ExitCode.ERROR)
