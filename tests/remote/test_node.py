@@ -168,7 +168,7 @@ def test_a_frozen_container_is_told_as_such(place: Place, container: Container) 
     container.freeze()
     try:
         with pytest.raises(ContainerError, match="frozen"):
-            place.session(timeout=3.0).open()
+            place.session(timeout=1.5).open()
     finally:
         container.unfreeze()
 

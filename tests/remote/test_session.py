@@ -47,7 +47,12 @@ def test_noise_on_both_streams_does_not_disturb(runner: Runner, tmp_path: Path) 
 
 def test_what_a_method_prints_is_no_frame(runner: Runner, monkeypatch: pytest.MonkeyPatch) -> None:
     """Neither the agent's own prints nor its children's reach the stream of frames."""
-    shout = "def do_shout(self, workspace):\n        print('loud', flush=True)\n        os.system('echo louder')\n        return {}\n\n    "
+    shout = (
+        "def do_shout(self, workspace):\n"
+        "        print('loud', flush=True)\n"
+        "        os.system('echo louder')\n"
+        "        return {}\n\n    "
+    )
     sources = [
         (name, text.replace("def do_list(", shout + "def do_list(")) for name, text in sessions._sources()
     ]

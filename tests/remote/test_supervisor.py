@@ -282,14 +282,15 @@ def test_members_are_the_group_the_session_and_the_descendants() -> None:
     try:
         for _ in range(4):
             child.stdout.readline()
-        assert len(supervisor.members(child.pid)) == 2
-        everything = supervisor.members(child.pid, os.getpid())
-        assert len(everything) == 4
-        assert child.pid in everything
-        assert os.getpid() not in everything
+        group = supervisor.members(child.pid)
+        assert len(group) == 2
+        assert child.pid in group
+        below = supervisor.members(child.pid, child.pid)  # the root itself is not one of them
+        assert len(below) == 3
+        assert child.pid not in below
         assert supervisor.members(0x7FFFFFF0) == set()
     finally:
-        supervisor.send(supervisor.members(child.pid, os.getpid()), signal.SIGKILL)
+        supervisor.send({child.pid, *supervisor.members(child.pid, child.pid)}, signal.SIGKILL)
         child.wait()
 
 
