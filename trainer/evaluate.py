@@ -11,6 +11,7 @@ import argparse
 import copy
 import dataclasses
 import json
+import math
 import sys
 from collections.abc import Callable, Iterator, Mapping, Sequence
 from dataclasses import dataclass
@@ -26,6 +27,7 @@ from trainer.modeling import ModelError
 from trainer.modeling.decoding import Generation, Sampler, decode, speculate
 from trainer.modeling.drafter import Drafter
 from trainer.modeling.target import Target, load_tokenizer
+from trainer.runtime import devices
 
 SCHEMA = 1
 
@@ -251,6 +253,9 @@ def _messages(row: dict[str, Any], where: str) -> list[dict[str, str]]:
         fields = message if isinstance(message, dict) else {}
         role = ROLES.get(str(fields.get("role", fields.get("from"))).lower())
         content = fields.get("content", fields.get("value"))
+        if isinstance(content, list) and all(isinstance(part, dict) for part in content):
+            texts = [part.get("text") for part in content]
+            content = "".join(texts) if all(isinstance(text, str) for text in texts) else None
         if role is None or not isinstance(content, str):
             raise PromptError(f"{where}: a message needs a known role and text: {json.dumps(message)[:80]}")
         messages.append({"role": role, "content": content})
@@ -265,7 +270,7 @@ def add_arguments(parser: argparse.ArgumentParser) -> None:
     parser.add_argument("--target", required=True, help="model folder, .gguf file, or bundled:NAME")
     parser.add_argument("--drafter", required=True, type=Path, help="a checkpoint or an export")
     parser.add_argument("--prompts", required=True, help="JSONL of messages or prompts, or bundled:NAME")
-    parser.add_argument("--count", type=int, default=40, metavar="N", help="prompts used; 0: all")
+    parser.add_argument("--count", type=_at_least(0), default=40, metavar="N", help="prompts used; 0: all")
     parser.add_argument(
         "--template-argument",
         action="append",
@@ -274,8 +279,10 @@ def add_arguments(parser: argparse.ArgumentParser) -> None:
         metavar="KEY=VALUE",
         help="for the chat template, such as enable_thinking=false; as the training data was prepared",
     )
-    parser.add_argument("--max-new-tokens", type=int, default=128, metavar="N", help="per prompt")
-    parser.add_argument("--temperature", type=float, default=0.0, metavar="T", help="0: greedy (default)")
+    parser.add_argument("--max-new-tokens", type=_at_least(1), default=128, metavar="N", help="per prompt")
+    parser.add_argument(
+        "--temperature", type=_at_least(0.0), default=0.0, metavar="T", help="0: greedy (default)"
+    )
     parser.add_argument("--seed", type=int, default=0, help="of the samples at T > 0")
     parser.add_argument("--device", default="cuda" if torch.cuda.is_available() else "cpu")
     parser.add_argument("--dtype", default="auto", choices=("auto", "float32", "bfloat16", "float16"))
@@ -286,6 +293,18 @@ def add_arguments(parser: argparse.ArgumentParser) -> None:
         help="decode without the drafter too: the speed to compare with, and the identity check (default)",
     )
     parser.add_argument("--json", action="store_true", help="one JSON object on stdout")
+
+
+def _at_least(low: float) -> Callable[[str], float]:
+    """A converter to the type of `low` that refuses what is below it."""
+
+    def number(text: str) -> float:
+        value = type(low)(text)
+        if not low <= value < math.inf:
+            raise argparse.ArgumentTypeError(f"{text} is not a number from {low} up")
+        return value
+
+    return number
 
 
 def _pair(text: str) -> tuple[str, Any]:
@@ -301,9 +320,9 @@ def _pair(text: str) -> tuple[str, Any]:
 
 def run(args: argparse.Namespace) -> int:
     """Exit code 0; 1 when a greedy output differs from plain decoding's and rounding does not explain it."""
-    path = resolve(args.target)
+    path, device = resolve(args.target), devices.check(args.device)
     config, drafter = load_drafter(args.drafter)
-    target = Target.load(path, args.device, args.dtype, config.target_layer_ids)
+    target = Target.load(path, device, args.dtype, config.target_layer_ids)
     arguments = dict(args.template_argument)
     prompts = read_prompts(resolve(args.prompts), load_tokenizer(path), args.count, arguments)
 

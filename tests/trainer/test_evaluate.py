@@ -16,7 +16,7 @@ from tokenizers import Tokenizer, models, pre_tokenizers
 from transformers import LlamaConfig, LlamaForCausalLM, PreTrainedTokenizerFast, Qwen3Config, Qwen3ForCausalLM
 
 from trainer import evaluate as module
-from trainer.config import DrafterSection
+from trainer.config import ConfigError, DrafterSection
 from trainer.evaluate import PromptError, add_arguments, evaluate, read_prompts, report, run
 from trainer.modeling import ModelError
 from trainer.modeling.decoding import Generation, Sampler, decode, speculate
@@ -333,6 +333,11 @@ def test_prompts_end_where_the_assistant_begins(tmp_path: Path) -> None:
             ]
         },
         {"prompt": "w6 w7"},
+        {
+            "messages": [
+                {"role": "user", "content": [{"type": "text", "text": "w8"}, {"type": "text", "text": " w9"}]}
+            ]
+        },
     ]
     path = written(tmp_path / "p.jsonl", *rows[:2], "", *rows[2:])
     assert read_prompts(path, tokenizer()) == [
@@ -340,6 +345,7 @@ def test_prompts_end_where_the_assistant_begins(tmp_path: Path) -> None:
         [40, 4, 41],
         [40, 1, 41, 2, 40, 3, 41],
         [40, 6, 7, 41],
+        [40, 8, 9, 41],
     ]
     assert len(read_prompts(path, tokenizer(), 2)) == 2
     assert read_prompts(written(tmp_path / "q.jsonl", rows[3]), tokenizer(False)) == [[6, 7]]
@@ -355,8 +361,14 @@ def test_prompts_are_made_in_the_mode_asked_for(tmp_path: Path) -> None:
     argv = ["--target", "t", "--drafter", "d", "--prompts", "p"]
     given = parser.parse_args([*argv, "--template-argument", "a=false", "--template-argument", "b=x=y"])
     assert dict(given.template_argument) == {"a": False, "b": "x=y"}
-    with pytest.raises(SystemExit):
-        parser.parse_args([*argv, "--template-argument", "a"])
+    for bad in (
+        ("--template-argument", "a"),
+        ("--count", "-1"),
+        ("--max-new-tokens", "0"),
+        ("--temperature", "nan"),
+    ):
+        with pytest.raises(SystemExit):
+            parser.parse_args([*argv, *bad])
 
 
 @pytest.mark.parametrize(
@@ -366,6 +378,7 @@ def test_prompts_are_made_in_the_mode_asked_for(tmp_path: Path) -> None:
         ("[1]", r"p\.jsonl:2: not an object"),
         ({"text": "x"}, r"p\.jsonl:2: a row needs `messages`, `conversations` or `prompt`"),
         ({"messages": [{"role": "wizard", "content": "x"}]}, r"p\.jsonl:2: a message needs a known role"),
+        ({"messages": [{"role": "user", "content": [{"image": "x"}]}]}, r"p\.jsonl:2: a message needs"),
         ({"messages": [{"role": "assistant", "content": "x"}]}, r"p\.jsonl:2: no user turn"),
     ],
 )
@@ -407,6 +420,8 @@ def test_command(
     argv += ["--count", "2", "--max-new-tokens", "12", "--device", "cpu"]
     assert run(parser.parse_args(argv)) == 0
     assert "identical to plain decoding 2/2" in capsys.readouterr().out
+    with pytest.raises(ConfigError, match="`cuda:99` is not there"):
+        run(parser.parse_args([*argv, "--device", "cuda:99"]))
     assert run(parser.parse_args([*argv, "--json", "--no-plain", "--temperature", "0.8"])) == 0
     found = json.loads(capsys.readouterr().out)
     assert (found["prompts"], found["tokens"], found["plain_tokens_per_s"]) == (2, 24, None)
