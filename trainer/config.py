@@ -95,7 +95,7 @@ class RuntimeConfig:
 
     compile: str = "auto"  # auto | on | off; auto: on for CUDA
     cuda_graphs: str = "auto"  # auto | explicit | off
-    drafter_dtype: str = "auto"  # compute dtype; masters are float32
+    drafter_dtype: str = "auto"  # auto | float32 | bfloat16: compute dtype; masters are float32
 
 
 @dataclass(frozen=True)
@@ -204,12 +204,22 @@ def _check(config: Config, source: str) -> None:
         (0 <= t.warmup_share < 1, "train.warmup_share", "from 0 to below 1"),
         (t.nonfinite in ("stop", "skip"), "train.nonfinite", "stop or skip"),
         (t.log_every >= 1, "train.log_every", "at least 1"),
+        (t.checkpoint_every >= 0, "train.checkpoint_every", "0 or more"),
         (t.keep >= 1, "train.keep", "at least 1"),
+        (t.gamma >= 0, "train.gamma", "0 or more"),
+        (0 <= t.adam_beta1 < 1, "train.adam_beta1", "from 0 to below 1"),
+        (0 <= t.adam_beta2 < 1, "train.adam_beta2", "from 0 to below 1"),
+        (t.weight_decay >= 0, "train.weight_decay", "0 or more"),
+        (t.clip >= 0, "train.clip", "0 or more"),
+        (config.evaluate.max_new_tokens >= 1, "evaluate.max_new_tokens", "at least 1"),
+        (v.cpu_threads >= 0, "devices.cpu_threads", "0 or more"),
         (len(v.targets) >= 1, "devices.targets", "a list of at least one device, such as cuda:0 or cpu"),
         (len(v.drafters) >= 1, "devices.drafters", "a list of at least one device, such as cuda:0 or cpu"),
         (v.channel_depth >= 1, "devices.channel_depth", "at least 1"),
         (config.target.dtype in ("auto", "float32", "bfloat16", "float16"), "target.dtype", "auto, float32, bfloat16 or float16"),
         (config.runtime.compile in ("auto", "on", "off"), "runtime.compile", "auto, on or off"),
+        # no float16: gradients would vanish without loss scaling
+        (config.runtime.drafter_dtype in ("auto", "float32", "bfloat16"), "runtime.drafter_dtype", "auto, float32 or bfloat16"),
         (config.runtime.cuda_graphs in ("auto", "explicit", "off"), "runtime.cuda_graphs", "auto, explicit or off"),
     ]
     for ok, key, want in rules:

@@ -75,7 +75,10 @@ def run(args: argparse.Namespace) -> int:
             if signals.received and crew.failure is None:
                 status, code = "stopped", signals.exit_code
             hung = crew.join()
-            events.end(status=status, step=crew.failed_step or job.step)
+            try:
+                events.end(status=status, step=crew.failed_step or job.step)
+            except OSError as error:
+                print(f"error: the end could not be recorded: {error}", file=sys.stderr)
             if hung:
                 crew.leave_hung(hung, code)
             events.close()

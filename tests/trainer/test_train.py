@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import errno
 import functools
 import json
 import os
@@ -15,12 +16,15 @@ from collections.abc import Callable, Iterator
 from pathlib import Path
 from typing import Any
 
+import numpy as np
 import pytest
 import torch
 
 from tests.trainer.pipeline.runs import arguments, events, make_dataset, make_target, write_config
 from trainer import checkpoint, train
+from trainer.data.dataset import DatasetWriter
 from trainer.data.prefetch import Prefetcher
+from trainer.events import Events
 from trainer.modeling.target import Target
 from trainer.pipeline import drafters
 from trainer.pipeline.lead import Reporter
@@ -146,13 +150,16 @@ def test_drafters_average_their_gradients(tmp_path: Path, start: Start, training
     alone = drafters.DrafterWorker(worker.crew, 0, plan, *joined, drafters.Start(), *frozen, None)
     alone._build()
     target = training.targets[0]
-    gradients = []
+    gradients, losses = [], []
     with Prefetcher(plan.dataset, plan.batches, [0, 1], count=6, block_size=4) as batches:
         for prepared in batches:
             alone.flat.gradients.zero_()
-            alone._loss(target._compute(prepared, alone.device).batch).loss.backward()
+            out = alone._loss(target._compute(prepared, alone.device).batch)
+            out.loss.backward()
+            losses.append(out.loss.item())
             gradients.append(alone.flat.gradients.clone())
     assert not torch.equal(*gradients)
+    assert _losses(tmp_path / "runs/run") == [pytest.approx(sum(losses) / 2)]
     alone.optimizer.gradient.copy_((gradients[0] + gradients[1]) / 2)
     alone.optimizer.step(3e-3)
     torch.testing.assert_close(alone.optimizer.masters, worker.optimizer.masters, rtol=0, atol=0)
@@ -301,6 +308,32 @@ def test_one_failure_ends_all_in_seconds_and_is_told_once(
     assert events(tmp_path / "runs/run")[-1]["status"] == "failed"
 
 
+def test_a_disk_that_takes_no_more_events_ends_the_run(
+    tmp_path: Path, start: Start, monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
+) -> None:
+    emit = Events.emit
+
+    def full(self: Events, event: str, line: str | None = None, /, **fields: Any) -> None:
+        if event in ("step", "failed", "end"):
+            raise OSError(errno.ENOSPC, "No space left on device")
+        emit(self, event, line, **fields)
+
+    monkeypatch.setattr(Events, "emit", full)
+    assert start("run", train={"steps": 40}) == 1
+    err = capsys.readouterr().err
+    assert "error: drafter-0 failed (OSError: [Errno 28] No space left on device); not recorded" in err
+    assert "the end could not be recorded" in err
+
+
+def test_data_of_another_tokenizer_is_told(tmp_path: Path, start: Start) -> None:
+    with DatasetWriter(tmp_path / "other") as writer:
+        writer.add(np.full(40, 64, dtype=np.int32), np.array([[5, 40]], dtype=np.int32))
+        writer.commit({"sources": ["made"], "tokenizer": "other", "max_length": 128})
+    assert start("run", data={"path": str(tmp_path / "other")}) == 1
+    (failed,) = events(tmp_path / "runs/run", "failed")
+    assert "the dataset has token 64, the target's vocabulary ends at 63" in failed["error"]
+
+
 def _at_batch(number: int, value: float) -> Callable[..., torch.Tensor]:
     """Target.features with `value` in the features of the number-th call, from 1."""
     features, lock, calls = Target.features, threading.Lock(), [0]
@@ -444,6 +477,7 @@ BAD = {
     "device absent": ({"devices": {"targets": ["cuda:77"]}}, "`cuda:77` is not there; this machine has"),
     "device nonsense": ({"devices": {"drafters": ["gpu0"]}}, "`gpu0` is not a device"),
     "unknown key": ({"train": {"step": 5}}, "did you mean `train.steps`?"),
+    "dtype wrong": ({"runtime": {"drafter_dtype": "float16"}}, "must be auto, float32 or bfloat16"),
     "layers wrong": ({"drafter": {"target_layer_ids": [0, 9]}}, "must rise and lie in 0..3"),
     "resume missing": ({}, "--resume nothing: no such checkpoint"),
 }

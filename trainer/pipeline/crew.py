@@ -69,18 +69,25 @@ class Crew:
             first = self.failure is None and not self._stopping
             if first:
                 self.failure, self.failed_step = error, step
-        if first:
-            plain = isinstance(error, self._plain)
+        try:
+            if first:
+                self._report(name, device, step, error)
+        finally:
+            self.stop()
+
+    def _report(self, name: str, device: str, step: int, error: BaseException) -> None:
+        plain = isinstance(error, self._plain)
+        try:
             if not plain:
                 text = "".join(traceback.format_exception(type(error), error, error.__traceback__))
-                print(
-                    f"Exception in thread {name} ({device}, step {step}):\n{text}",
-                    end="",
-                    file=sys.stderr,
-                    flush=True,
-                )
+                head = f"Exception in thread {name} ({device}, step {step}):\n"
+                print(head + text, end="", file=sys.stderr, flush=True)
             self.events.failed(worker=name, device=device, step=step, error=_line(error, plain))
-        self.stop()
+        except OSError as unheard:  # a full disk, a closed pipe: perhaps the very reason
+            with contextlib.suppress(OSError):
+                print(
+                    f"error: {name} failed ({_line(error, plain)}); not recorded: {unheard}", file=sys.stderr
+                )
 
     def check(self) -> None:
         """Raise Stopped when the run is ending."""

@@ -9,6 +9,7 @@ from typing import NamedTuple
 import torch
 from torch import Tensor
 
+from trainer.data.errors import DataError
 from trainer.data.prefetch import Prefetcher, Prepared
 from trainer.modeling.target import Target
 from trainer.pipeline.channel import Channel
@@ -111,6 +112,13 @@ class TargetWorker(Worker):
         """
         assert self.target is not None
         to = self.device.torch
+        highest, rows = int(prepared.batch.input_ids.max()), self._plan.shape.vocab_size
+        if highest >= rows:
+            raise DataError(
+                f"the dataset has token {highest}, the target's vocabulary ends at {rows - 1}",
+                where=str(self._plan.dataset.path),
+                hint="prepare the data with this target's tokenizer",
+            )
         ids = prepared.batch.input_ids.to(to, non_blocking=True)
         features = self.target.features(ids, prepared.batch.lengths.to(to, non_blocking=True))
         done = self.device.mark()
