@@ -86,7 +86,7 @@ def launch(
     tell("checking")
     facts = preflight(session, host, profile, release, variables)
     notes = judge(facts, profile, host, session.transport.label, force=force)
-    plan = Plan(session, host, profile, release, variables, resume_dir, grace)
+    plan = Plan(session, host, profile, release, variables, resume_dir, grace, force)
     first = name or next(runs.candidates(profile.stem, time.time()))
     if dry_run:
         return Launched(
@@ -136,6 +136,7 @@ class Plan:
     variables: Mapping[str, str]
     resume_dir: str | None
     grace: float
+    force: bool
 
     def argv(self, run_id: str) -> list[str]:
         """The trainer's command."""
@@ -190,6 +191,9 @@ class Plan:
             argv=self.argv(run_id),
             environment=self.environment(run_id),
             grace=self.grace,
+            claim=[]
+            if self.force
+            else [name for name in self.profile.all_devices if name.startswith("cuda")],
         )
 
     def commands(self, run_id: str, facts: Mapping[str, Any]) -> list[str]:

@@ -7,6 +7,7 @@ import json
 import os
 import subprocess
 import sys
+import threading
 import time
 from collections.abc import Iterator
 from pathlib import Path
@@ -16,9 +17,10 @@ import pytest
 
 from dflashctl import config, deploy, runs
 from dflashctl.config import Devices, Host
-from dflashctl.errors import NotFoundError, PreflightError
+from dflashctl.errors import ConnectionLostError, DflashError, NotFoundError, PreflightError
 from dflashctl.launch import Launched, launch
 from dflashctl.profile import load_profile
+from dflashctl.remote import supervisor
 from dflashctl.remote.session import PATH, Session
 from tests.running import STEPS, Runner, runner, wait_for
 
@@ -231,6 +233,57 @@ def test_a_busy_gpu(tmp_path: Path, runner: Runner, host: Host) -> None:
             go(session, host, name="a")
         launched = go(session, host, name="a", force=True)
         assert launched.notes == ["cuda:0 on local is busy: 9,000 MiB in use (--force)"]
+
+
+def test_of_two_launches_on_one_gpu_at_once_one_is_refused(runner: Runner, host: Host, trainer: Path) -> None:
+    (trainer / "__main__.py").write_text("import time; time.sleep(60)")
+    host = dataclasses.replace(host, devices=Devices(("cuda:0",), ("cuda:1",)))
+    barrier = threading.Barrier(3)
+    outcomes: list[str] = []
+
+    def start(name: str) -> None:
+        with runner.session() as session:
+            session.open()
+            barrier.wait()
+            try:
+                outcomes.append(go(session, host, name=name).state["status"])
+            except PreflightError as error:
+                outcomes.append(error.message.split(" uses ")[-1])
+
+    threads = [threading.Thread(target=start, args=(f"gpu{i}",)) for i in range(3)]
+    for thread in threads:
+        thread.start()
+    for thread in threads:
+        thread.join()
+    assert sorted(outcomes) == ["cuda:0, cuda:1", "cuda:0, cuda:1", "running"]
+    with runner.session() as session:
+        assert go(session, host, name="forced", force=True).state["status"] == "running"
+
+
+def test_a_cut_connection_ends_the_import(runner: Runner, host: Host, modules: Path) -> None:
+    mark = modules / "pid"
+    (modules / "torch" / "__init__.py").write_text(
+        f"import os, time\nopen({str(mark)!r}, 'w').write(str(os.getpid()))\ntime.sleep(60)"
+    )
+    session = runner.session()
+    session.open()
+    failure: list[BaseException] = []
+
+    def ask() -> None:
+        try:
+            go(session, host)
+        except DflashError as error:
+            failure.append(error)
+
+    thread = threading.Thread(target=ask)
+    thread.start()
+    pid = int(wait_for(lambda: mark.exists() and mark.read_text()))
+    ticks = supervisor.start_ticks(pid)
+    assert supervisor.alive(pid, ticks)
+    session._channel.close_stdin()  # type: ignore[union-attr]
+    wait_for(lambda: not supervisor.alive(pid, ticks), 3.0)
+    thread.join()
+    assert isinstance(failure[0], ConnectionLostError)
 
 
 # The import of torch is not paid twice

@@ -70,9 +70,10 @@ def trainer_environment(base, extra, argv):
     return environment
 
 
-def start(workspace, run_id, manifest, config_toml, argv, environment, grace):
+def start(workspace, run_id, manifest, config_toml, argv, environment, grace, claim=()):
     """Write the run's folder, start the supervisor, and answer once the trainer runs or could not be started.
 
+    `claim`: devices that no other living run of this workspace may use; of two launches at once, one is refused.
     Returns {"run_id", "path", "state", "note"}; note says why there is no systemd unit although systemd is there.
     """
     workspace = os.path.abspath(os.path.expanduser(workspace))
@@ -90,11 +91,30 @@ def start(workspace, run_id, manifest, config_toml, argv, environment, grace):
         "state.json": json.dumps(supervisor.new_state(run_id, unit), indent=1),
         "manifest.json": json.dumps(manifest, indent=1),
     }
-    store.create_run(workspace, run_id, files)
+    with store.locked(workspace):
+        for run in active_runs(workspace) if claim else ():
+            if shared := sorted(set(claim).intersection(run["devices"])):
+                hint = "wait for it, choose other devices, or launch with --force"
+                raise store.Refusal("busy", f"run {run['run_id']} uses {', '.join(shared)}", hint)
+        store.create_run(workspace, run_id, files)
     note = start_unit(run_id, run_dir, grace) if unit else ""
     if note or not unit:
         start_session(run_dir)
     return {"run_id": run_id, "path": run_dir, "state": await_takeover(run_dir), "note": note}
+
+
+def active_runs(workspace):
+    """[{run_id, devices}] of the runs of this workspace that live."""
+    found = []
+    for run_id in store.run_ids(workspace)[:50]:
+        folder = os.path.join(store.runs_dir(workspace), run_id)
+        state = probe.read_state(folder)
+        if state and probe.standing(state) in ("starting", "running"):
+            manifest = supervisor.read_json(os.path.join(folder, "manifest.json")) or {}
+            devices = manifest.get("devices") or {}
+            names = sorted({*devices.get("targets", ()), *devices.get("drafters", ())})
+            found.append({"run_id": run_id, "devices": names, "pid": state.get("pid")})
+    return found
 
 
 def supervisor_source():

@@ -20,7 +20,7 @@ STEPS_KEPT = 50
 REPEATED = ("target_loading", "target_ready", "drafter_ready", "evaluating", "evaluation", "failed")
 """Events of which all are kept (the last 64); of the others the last one."""
 
-NUMBERED = 16 * 1024 * 1024
+NUMBERED = 64 * 1024 * 1024
 """Logs up to this size have their lines numbered."""
 
 
@@ -87,8 +87,11 @@ def shown(line):
     return line[:LINE_LIMIT].decode("utf-8", "replace") + cut
 
 
-def log_tail(path, lines, offset=None, inode=None):
-    """The `log` part of a snapshot: the last `lines` lines, or those since `offset` of the file with that inode."""
+def log_tail(path, lines, offset=None, inode=None, counter=None):
+    """The `log` part of a snapshot: the last `lines` lines, or those since `offset` of the file with that inode.
+
+    `counter`: a LineCounter, kept from call to call, that numbers the lines.
+    """
     try:
         fd = os.open(path, os.O_RDONLY)
     except FileNotFoundError:
@@ -114,7 +117,8 @@ def log_tail(path, lines, offset=None, inode=None):
             "lines": texts[-lines:] if lines > 0 else [],
         }
         if info.st_size <= NUMBERED:
-            part["first_line"] = count_lines(fd, start) + 1 + max(0, len(texts) - lines)
+            before = (counter or LineCounter()).before(fd, info.st_ino, start)
+            part["first_line"] = before + 1 + max(0, len(texts) - lines)
         return part
     except OSError as error:
         return {"path": path, "unread": str(error.strerror)}
@@ -122,16 +126,23 @@ def log_tail(path, lines, offset=None, inode=None):
         os.close(fd)
 
 
-def count_lines(fd, end):
-    """Newlines before `end`."""
-    count = position = 0
-    while position < end:
-        block = os.pread(fd, min(BLOCK * 16, end - position), position)
-        if not block:
-            break
-        count += block.count(b"\n")
-        position += len(block)
-    return count
+class LineCounter:
+    """Newlines before an offset, counted on from the last one asked for."""
+
+    def __init__(self):
+        self.inode = None
+        self.offset = self.count = 0
+
+    def before(self, fd, inode, offset):
+        if inode != self.inode or offset < self.offset:
+            self.inode, self.offset, self.count = inode, 0, 0
+        while self.offset < offset:
+            block = os.pread(fd, min(BLOCK * 16, offset - self.offset), self.offset)
+            if not block:
+                break
+            self.count += block.count(b"\n")
+            self.offset += len(block)
+        return self.count
 
 
 class EventsReader:

@@ -37,7 +37,19 @@ def preflight(pause, gpus, workspace, python, release, devices, need_bytes, path
     wants_gpu = any(name.startswith("cuda") for name in devices)
     imports = Imports(workspace, python, environment or {}, wants_gpu)
     imports.start()
-    answer = {
+    try:
+        answer = look(gpus, workspace, release, wants_gpu, need_bytes, paths)
+        while imports.thread.is_alive():
+            pause(0.02)
+    except BaseException:  # the connection is gone: an import that takes long must not outlive it
+        imports.kill()
+        raise
+    return {**answer, "modules": imports.found}
+
+
+def look(gpus, workspace, release, wants_gpu, need_bytes, paths):
+    """All but the imports."""
+    return {
         "workspace": workspace,
         "systemd": control.has_systemd(),
         "release_present": os.path.isdir(store.release_dir(workspace, release)),
@@ -49,12 +61,8 @@ def preflight(pause, gpus, workspace, python, release, devices, need_bytes, path
         "gpu_processes": probe.gpu_processes()
         if wants_gpu
         else {"unread": "not asked: no CUDA device is wanted"},
-        "runs_active": active_runs(workspace),
+        "runs_active": control.active_runs(workspace),
     }
-    while imports.thread.is_alive():
-        pause(0.02)
-    answer["modules"] = imports.found
-    return answer
 
 
 def writable(workspace):
@@ -67,20 +75,6 @@ def writable(workspace):
             what = "read-only file system" if os.statvfs(there).f_flag & os.ST_RDONLY else "permission denied"
             return f"{what}: {there}"
     return True
-
-
-def active_runs(workspace):
-    """[{run_id, devices}] of the runs of this workspace that live."""
-    found = []
-    for run_id in store.run_ids(workspace)[:50]:
-        folder = os.path.join(store.runs_dir(workspace), run_id)
-        state = probe.read_state(folder)
-        if state and probe.standing(state) in ("starting", "running"):
-            manifest = supervisor.read_json(os.path.join(folder, "manifest.json")) or {}
-            devices = manifest.get("devices") or {}
-            names = sorted({*devices.get("targets", ()), *devices.get("drafters", ())})
-            found.append({"run_id": run_id, "devices": names, "pid": state.get("pid")})
-    return found
 
 
 class Imports:
@@ -97,6 +91,10 @@ class Imports:
 
     def start(self):
         self.thread.start()
+
+    def kill(self):
+        if self.process is not None:
+            self.process.kill()
 
     def key(self, program):
         """Changes with the interpreter and with every package installed into or removed from it."""

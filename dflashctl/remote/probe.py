@@ -149,6 +149,7 @@ class RunProbe:
     def __init__(self, folder):
         self.folder = folder
         self.events = journal.EventsReader(os.path.join(folder, "events.jsonl"))
+        self.counter = journal.LineCounter()
         self.tree = ((), 0.0)
 
     def read(self, log_lines, log_offset=None, log_inode=None):
@@ -156,7 +157,9 @@ class RunProbe:
         state, process = self.read_process()
         manifest = supervisor.read_json(os.path.join(self.folder, "manifest.json"))
         part = {"manifest": manifest, "state": state, "process": process}
-        part["log"] = journal.log_tail(os.path.join(self.folder, "run.log"), log_lines, log_offset, log_inode)
+        part["log"] = journal.log_tail(
+            os.path.join(self.folder, "run.log"), log_lines, log_offset, log_inode, self.counter
+        )
         part["events"] = self.events.read()
         return part
 

@@ -54,6 +54,7 @@ made.main(header)
 ERRORS: dict[str, type[DflashError]] = {
     "not_found": NotFoundError,
     "exists": RunExistsError,
+    "busy": PreflightError,
     "disk_full": PreflightError,
     "not_writable": PreflightError,
 }

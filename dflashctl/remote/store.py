@@ -5,6 +5,7 @@ Standard library only, Python >= 3.9.
 
 import contextlib
 import errno
+import fcntl
 import hashlib
 import os
 import shutil
@@ -188,6 +189,19 @@ def unpack(payload, folder, sha256):
         )
     for path, _, _ in os.walk(folder):
         supervisor.sync_folder(path)
+
+
+@contextlib.contextmanager
+def locked(workspace):
+    """Held while a run is made, so that two launches see one another."""
+    folder = runs_dir(workspace)
+    make_folder(folder)
+    fd = os.open(folder, os.O_RDONLY)
+    try:
+        fcntl.flock(fd, fcntl.LOCK_EX)
+        yield
+    finally:
+        os.close(fd)
 
 
 def create_run(workspace, run_id, files):

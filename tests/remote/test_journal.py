@@ -92,6 +92,21 @@ def test_log_tail_resumes_at_whole_lines(tmp_path: Path) -> None:
     assert journal.log_tail(str(path), 0)["lines"] == []
 
 
+def test_lines_are_counted_on_from_the_last_time(tmp_path: Path) -> None:
+    path = tmp_path / "run.log"
+    counter = journal.LineCounter()
+    content = b""
+    for round_ in range(1, 30):
+        content += b"x\n" * round_
+        path.write_bytes(content)
+        part = journal.log_tail(str(path), 3, counter=counter)
+        total = content.count(b"\n")
+        assert part["first_line"] == total - len(part["lines"]) + 1
+        assert counter.offset <= len(content)
+    path.write_bytes(b"a\nb\nc\nd\n")
+    assert journal.log_tail(str(path), 1, counter=counter)["first_line"] == 4
+
+
 def test_log_tail_says_why_not(tmp_path: Path) -> None:
     assert journal.log_tail(str(tmp_path / "no"), 5)["unread"] == "there is no log yet"
     assert journal.log_tail(str(tmp_path), 5)["unread"]
