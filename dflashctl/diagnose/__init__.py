@@ -1,4 +1,4 @@
-"""Log text and facts in, a diagnosis out. Pure: opens nothing but the files it is given, prints nothing."""
+"""Logs and facts in, a diagnosis out. Opens nothing but the files it is given, prints nothing."""
 
 from __future__ import annotations
 
@@ -12,18 +12,29 @@ __all__ = ["Diagnosis", "Place", "diagnose"]
 
 
 def diagnose(
-    source: Iterable[bytes] | Path, facts: Mapping[str, Any], *, file: str = "run.log", first_line: int = 1
+    source: Iterable[bytes] | Path,
+    facts: Mapping[str, Any] | None = None,
+    *,
+    file: str = "run.log",
+    first_line: int = 1,
+    signatures: Path | None = None,
 ) -> Diagnosis:
     """Find the root cause.
 
     Args:
-        source: the log's lines, or its path.
-        facts: what was measured beside the log (docs/architecture.md, "Diagnosis"); any may be absent.
-        file, first_line: how the report names the file, and the number of the first line where a tail is given.
+        source: the log's lines (with or without their LF), or the path of a file or a run's folder.
+        facts: what was measured beside the log (docs/diagnosis.md, "Facts"); any may be absent.
+        file, first_line: how the report names the log, and the number of its first line where a tail is given.
+        signatures: a TOML file of the user's own signatures.
+
+    Raises ConfigError where `signatures` is not valid, OSError where a file can't be read.
     """
-    from dflashctl.diagnose import engine  # loads its signatures: only when something is to be diagnosed
+    # loads the signatures: only when something is to be diagnosed
+    from dflashctl.diagnose import engine, evidence
+    from dflashctl.diagnose import signatures as sig
 
     if isinstance(source, Path):
-        with source.open("rb") as lines:
-            return engine.diagnose(lines, facts, file=source.name)
-    return engine.diagnose(source, facts, file=file, first_line=first_line)
+        return evidence.diagnose_paths([source], facts, signatures=signatures)
+    known = sig.load(signatures)
+    scanner = engine.scan(source, known, file=file, first_line=first_line)
+    return engine.conclude([scanner], facts, known)

@@ -11,14 +11,15 @@ Rules, in the order they are applied:
 
 from __future__ import annotations
 
-import re
 import statistics
-from collections.abc import Iterable, Mapping
+from dataclasses import replace
+from collections.abc import Iterable, Mapping, Sequence
 from typing import Any
 
 from dflashctl.diagnose import signatures as sig
 from dflashctl.diagnose.model import Confidence, Diagnosis, Place, VerdictName
-from dflashctl.diagnose.structure import Finding, Scanner
+from dflashctl.diagnose.scanner import Scanner
+from dflashctl.diagnose.tracebacks import Finding
 
 STALL_FLOOR_S = 300.0
 """Silence shorter than this is never called a stall, unless the facts bring the run's own window (`stall_after_s`)."""
@@ -31,7 +32,6 @@ SURVIVED_STEPS = 3
 SPINNING_W = 150.0
 """A GPU at full utilisation below this power waits in a kernel (NCCL) instead of computing."""
 
-_TIME = re.compile(r"\b(\d\d):(\d\d):(\d\d)\b")
 _SIGNALS = {
     "SIGKILL": 137,
     "SIGSEGV": 139,
@@ -43,70 +43,50 @@ _SIGNALS = {
 }
 
 
-def diagnose(
-    lines: Iterable[bytes],
-    facts: Mapping[str, Any] | None = None,
-    *,
-    file: str = "log",
-    signatures: sig.Signatures | None = None,
-    first_line: int = 1,
-) -> Diagnosis:
-    """The diagnosis of one log.
-
-    Args:
-        lines: the log's lines as bytes, with or without their LF.
-        facts: what was measured beside it (`process_alive`, `exit_code`, `signal`, `oom_kills`, `gpu_util_pct`,
-            `gpu_power_w`, `cpu_util_pct`, `child_processes`, `seconds_since_last_line`, `stop_requested`,
-            `stall_after_s`), any of them absent.
-        file: its name in the report.
-        first_line: number of the first line given, where only a tail is.
-    """
-    signatures = signatures or sig.load()
-    scanner = Scanner(signatures)
-    times: list[float] = []
-    number = first_line - 1
-    last_text = ""
+def scan(
+    lines: Iterable[bytes], signatures: sig.Signatures, *, file: str = "log", first_line: int = 1
+) -> Scanner:
+    """Read a log given as lines, line by line."""
+    scanner = Scanner(signatures, file)
     for number, raw in enumerate(lines, first_line):
-        before = len(scanner.progress)
         scanner.feed(number, raw)
-        if len(scanner.progress) != before:
-            _note_time(times, scanner.progress_text)
-        if raw.strip():
-            last_text = raw[:200].decode("utf-8", "replace").strip()
     scanner.close()
-    return _Case(scanner, dict(facts or {}), file, signatures, times, last_text, number).decide()
+    return scanner
 
 
-def _note_time(times: list[float], text: str) -> None:
-    found = _TIME.search(text[:200])
-    if found:
-        h, m, s = (int(g) for g in found.groups())
-        times.append(h * 3600 + m * 60 + s)
-        del times[:-50]
+def conclude(
+    scanners: Sequence[Scanner],
+    facts: Mapping[str, Any] | None = None,
+    signatures: sig.Signatures | None = None,
+    notes: Sequence[str] = (),
+) -> Diagnosis:
+    """The diagnosis of one run from its logs, each read to its end by a scanner (`close` was called), and the facts.
+
+    facts: what was measured beside the logs (`process_alive`, `exit_code`, `signal`, `oom_kills`, `gpu_util_pct`,
+    `gpu_power_w`, `cpu_util_pct`, `child_processes`, `seconds_since_last_line`, `stop_requested`, `stall_after_s`),
+    any of them absent. notes: what could not be read.
+    """
+    found = _Case(scanners, dict(facts or {}), signatures or sig.load()).decide()
+    return replace(found, notes=tuple(notes)) if notes else found
 
 
 class _Case:
     """One run's findings and facts."""
 
     def __init__(
-        self,
-        scanner: Scanner,
-        facts: dict[str, Any],
-        file: str,
-        signatures: sig.Signatures,
-        times: list[float],
-        last_text: str,
-        last_line: int,
+        self, scanners: Sequence[Scanner], facts: dict[str, Any], signatures: sig.Signatures
     ) -> None:
-        self.s = scanner
+        self.scanners = scanners
+        self.main = max(scanners, key=lambda s: (s.progress_line > 0, s.time or 0.0, -scanners.index(s)))
+        self.findings = [f for s in scanners for f in s.findings]
+        self.nonfinite = next((s.nonfinite for s in scanners if s.nonfinite is not None), None)
+        self.progress = sum(s.progress for s in scanners)
         self.facts = facts
-        self.file = file
         self.signatures = signatures
-        self.times = times
-        self.last = (last_line, last_text)
         self.fired: list[str] = []
         self.code = self._code()
         self.alive = facts.get("process_alive")
+        self.torch = next((s.torch for s in scanners if s.torch), "")
 
     def _code(self) -> int | None:
         code = self.facts.get("exit_code")
@@ -131,7 +111,7 @@ class _Case:
     def _living(self) -> Diagnosis:
         silent = self.facts.get("seconds_since_last_line")
         stalled = isinstance(silent, (int, float)) and silent > self._patience()
-        deaths = [d for d in self.s.deaths if not d.survived]
+        deaths = [f for f in self.findings if f.kind == "thread" and f.thread and not f.survived]
         if deaths:
             first = deaths[0]
             place = Finding(
@@ -144,6 +124,7 @@ class _Case:
                 "thread",
                 first.rank,
                 first.thread,
+                file=first.file,
             )
             return self._say(
                 "stalled" if stalled else "degraded", place, others=[*deaths, *self._kept(living=True)]
@@ -151,27 +132,27 @@ class _Case:
         kept = self._kept(living=True)
         if stalled:
             return self._stalled(kept)
-        if self.s.nonfinite is not None:
-            return self._say("degraded", self.s.nonfinite)
+        if self.nonfinite is not None:
+            return self._say("degraded", self.nonfinite)
         hardware = [f for f in kept if f.tier == 1]
         if hardware:
             return self._say("degraded", hardware[0], others=kept)
         late = [f for f in kept if f.kind in ("exception", "thread") and not f.weak and f.role == "root"]
         if late and isinstance(silent, (int, float)) and silent > 60:
             return self._say("degraded", self._root(late), others=kept, confidence="likely")
-        return self._say("healthy" if self.s.progress else "warming", None)
+        return self._say("healthy" if self.progress else "warming", None)
 
     def _stalled(self, kept: list[Finding]) -> Diagnosis:
         roots = [f for f in kept if not f.weak]
         if roots:
             return self._say("stalled", self._root(roots), others=kept, confidence="likely")
-        compiling = self.s.compile_line
-        line, text = (self.s.progress[-1], self.s.progress_text) if self.s.progress else self.last
+        s = self.main
+        line, text = (s.progress_line, s.progress_text) if s.progress_line else (s.lines, s.last_text)
         cls = "hang-no-output"
-        if compiling and compiling[0] > line - (0 if self.s.progress else 1 << 60):
-            line, text = compiling
+        if s.compile_line and s.compile_line[0] > s.progress_line:
+            line, text = s.compile_line
             cls = "hang-compile"
-        finding = Finding(cls, 4, "root", line, text, line, "silence")
+        finding = Finding(cls, 4, "root", line, text, line, "silence", file=s.file)
         return self._say("stalled", finding, confidence="likely")
 
     def _patience(self) -> float:
@@ -179,7 +160,8 @@ class _Case:
         own = self.facts.get("stall_after_s")
         if isinstance(own, (int, float)):
             return float(own)
-        gaps = [(b - a) % 86400 for a, b in zip(self.times, self.times[1:], strict=False)]
+        times = list(self.main.times)
+        gaps = [(b - a) % 86400 for a, b in zip(times, times[1:], strict=False)]
         patience = (
             max(STALL_FLOOR_S, STALL_STEPS * statistics.median(gaps)) if len(gaps) >= 3 else STALL_UNKNOWN_S
         )
@@ -192,7 +174,7 @@ class _Case:
         if power and util:
             return max(power) > 2 * SPINNING_W and min(util) > 50
         cpu = self.facts.get("cpu_util_pct")
-        return bool(self.s.compile_line and isinstance(cpu, (int, float)) and cpu > 50)
+        return bool(self.main.compile_line and isinstance(cpu, (int, float)) and cpu > 50)
 
     def _dead(self) -> Diagnosis:
         kept = self._kept(living=False)
@@ -215,8 +197,8 @@ class _Case:
 
     def _unmeasured(self) -> Diagnosis:
         """No facts: only what the log itself proves."""
-        kept = [f for f in self._kept(living=False) if not self._progressed(f)]
-        if self.s.finish_line and all(f.line < self.s.finish_line for f in kept):
+        kept = [f for f in self._kept(living=False) if not f.steps]
+        if self._finished() and all(self._before_finish(f) for f in kept):
             return self._say("finished", None, confidence="likely")
         root = self._root([f for f in kept if not f.weak])
         if root is not None:
@@ -224,34 +206,39 @@ class _Case:
             return self._say(
                 "stopped" if group == "interruption" else "failed", root, others=kept, confidence="likely"
             )
-        if self.s.nonfinite is not None:
-            return self._say("degraded", self.s.nonfinite, confidence="likely")
-        return self._say("healthy" if self.s.progress else "warming", None, confidence="guess")
+        if self.nonfinite is not None:
+            return self._say("degraded", self.nonfinite, confidence="likely")
+        return self._say("healthy" if self.progress else "warming", None, confidence="guess")
 
     # ---------------------------------------------------------------- weighing
 
-    def _progressed(self, f: Finding) -> int:
-        return sum(1 for n in self.s.progress if n > max(f.end, f.line))
+    def _finished(self) -> bool:
+        return any(s.finish_line and s.progress == s.finish_at for s in self.scanners)
+
+    def _before_finish(self, f: Finding) -> bool:
+        return any(s.file == f.file and 0 < f.line < s.finish_line for s in self.scanners)
+
+    def _after_finish(self, f: Finding) -> bool:
+        return any(s.file == f.file and 0 < s.finish_line < f.line for s in self.scanners)
 
     def _kept(self, *, living: bool) -> list[Finding]:
         """Findings that the run did not survive."""
         kept = []
-        for f in self.s.findings:
-            steps = self._progressed(f)
-            if f.survived and (living or steps):
+        for f in self.findings:
+            if f.survived and (living or f.steps):
                 self._note(f, f"survived, the log says: {f.survived.strip()[:80]}")
-            elif (living and steps and f.tier > 1) or (not living and self._outlived(f, steps)):
-                self._note(f, f"survived: {steps} steps after it")
-            elif self.s.finish_line and f.line > self.s.finish_line and not living and self.code in (0, None):
+            elif (living and f.steps and f.tier > 1) or (not living and self._outlived(f)):
+                self._note(f, f"survived: {f.steps} steps after it")
+            elif self._after_finish(f) and not living and self.code in (0, None):
                 self._note(f, "after the run had finished")
             else:
                 kept.append(f)
         return kept
 
     @staticmethod
-    def _outlived(f: Finding, steps: int) -> bool:
+    def _outlived(f: Finding) -> bool:
         """In a run that has ended: whether it went on long enough after the error. A rank's own end is final."""
-        return steps >= SURVIVED_STEPS and f.tier > 2 and not (f.top_level and f.rank is not None)
+        return f.steps >= SURVIVED_STEPS and f.tier > 2 and not (f.top_level and f.rank is not None)
 
     def _root(self, kept: list[Finding]) -> Finding | None:
         if not kept:
@@ -280,15 +267,15 @@ class _Case:
     def _explained(self, f: Finding) -> bool:
         return any(
             o.kind == "exception" and o.role == "root" and not o.weak and o.line < f.line
-            for o in self.s.findings
+            for o in self.findings
         )
 
     def _by_code(self, cls: str) -> Finding:
-        line, text = self.last
-        for f in self.s.findings:
+        for f in self.findings:
             if cls == "unknown" and not f.survived:
-                return Finding("unknown", 9, "root", f.line, f.text, f.line, "line", f.rank)
-        return Finding(cls, 4, "root", line, text, line, "exit")
+                return Finding("unknown", 9, "root", f.line, f.text, f.line, "line", f.rank, file=f.file)
+        s = self.main
+        return Finding(cls, 4, "root", s.lines, s.last_text, s.lines, "exit", file=s.file)
 
     def _from_code(self) -> Finding | None:
         """What the exit code alone tells, where the log is silent."""
@@ -317,7 +304,7 @@ class _Case:
         if f is None:
             return Diagnosis(verdict, confidence=confidence or "certain", fired=tuple(self.fired))
         s = self.signatures.by_name.get(f.cls)
-        values = _Values(f, self.s.torch)
+        values = _Values(f, self.torch)
         title = s.title if s else "the cause is not known; the first anomaly is shown"
         later = [o for o in others if o.line > f.line and o is not f]
         if confidence is None:
@@ -331,9 +318,9 @@ class _Case:
             confidence,
             title.format_map(values),
             _where(f),
-            Place(self.file, f.line, f.text),
-            (Place(self.file, f.line, f.text),),
-            tuple(Place(self.file, o.line, o.text) for o in later[:20]),
+            Place(f.file, f.line, f.text),
+            (Place(f.file, f.line, f.text),),
+            tuple(Place(o.file, o.line, o.text) for o in later[:20]),
             s.cause.format_map(values) if s else "",
             tuple(a.format_map(values) for a in s.advice) if s else ("read the lines above the root line",),
             s.retry if s else "once",

@@ -4,14 +4,25 @@ from __future__ import annotations
 
 import re
 from dataclasses import dataclass
+from datetime import datetime, timezone
 
 LIMIT = 8192
 """Characters of a line that are looked at: the first and the last half of this."""
 
 _ESCAPES = re.compile(r"\x1b(?:\[[0-9;:?<=>]*[ -/]*[@-~]|\][^\x07\x1b]*(?:\x07|\x1b\\)?|[@-Z\\-_])")
-_RANK = re.compile(r"\[(?:rank|default)(\d{1,7})\]:\s?")
-_JOINED = re.compile(
-    r"^(?:\(\w+ (?:pid=\d+|rank=\d+)[^)]*\) |\d{1,6}: (?=Traceback|\s+File|\w+Error)|\w+\[\d+\]: (?=Traceback))"
+_RANK = re.compile(r"\[(?:rank|default)[: ]?(\d{1,7})\]:\s?")
+_PREFIX = re.compile(
+    r"(?:"
+    r"\((?P<ray>[\w.:-]+ (?:pid=\d+|rank=\d+)[^)]{0,80}\)) "  # ray
+    r"|(?P<mpi>\[\d+,\d+\]<std(?:out|err)>:)\s?"  # mpirun --tag-output
+    r"|\s{0,6}(?P<label>\d{1,6}): (?=\S|\s{2,}\S)"  # srun --label
+    r"|(?P<compose>[\w.-]{1,60}-\d+)\s+\| "  # docker compose
+    r"|[A-Z][a-z]{2} [ \d]\d \d\d:\d\d:\d\d(?:\.\d+)? [\w.-]{1,64} (?P<journal>[\w./@-]{1,40}(?:\[\d+\])?): "  # syslog
+    r"|\d{4}-\d\d-\d\dT\d\d:\d\d:\d\d\.\d+(?:Z|[+-]\d\d:\d\d) (?:(?P<cri>std(?:out|err)) [FP] )?"  # kubelet, docker -t
+    r"|(?P<host>[\w.-]{1,64}): (?=Traceback \(most|  File \"|    \S)"  # pdsh, pssh
+    r"|\[?(?:\d{4}-\d\d-\d\d[T ]|\d\d/\d\d/\d\d \w{0,2}|)\d\d:\d\d:\d\d(?:[.,]\d+)?\]? +(?=Traceback \(most|  File \"|\w+Error\b)"
+    r"|(?P<process>\w+\[\d+\]): (?=Traceback \(most|  File \"|    \S|\w+Error\b)"
+    r")"
 )
 _LOGGER = re.compile(
     r"^(?:\[?\d{4}-\d\d-\d\d[T ]\d\d:\d\d:\d\d(?:[.,]\d+)?Z?\]?\s*)?"
@@ -19,16 +30,19 @@ _LOGGER = re.compile(
     r"\[?(?P<level>DEBUG|INFO|WARNING|WARN|ERROR|CRITICAL|FATAL)\b\]?[\s:|>-]*"
 )
 _GLOG = re.compile(r"^\[?([IWEF])(?:\d{4} \d\d:\d\d:\S+|\s)")
+_STAMP = re.compile(r"\b(\d{4})[-/](\d\d)[-/](\d\d)[T _](\d\d):(\d\d):(\d\d)(?:[.,](\d{1,9}))?")
+_CLOCK = re.compile(r"(?<![\d:<])(\d\d):(\d\d):(\d\d)(?![\d:])")
 _JSON = re.compile(r"^\s*\{\s*\"")
 _PROGRESS = re.compile(
     r"""(?ix)
     \b(?:global[_ ]?step|step|iter(?:ation)?|micro_step|update)s?\b [\s"'=:\[#|]* \d
     | \bepoch\b [\s"'=:\[#|]* \d .* (?:\bloss|\bce\b|batch|\d+/\d+)
     | \[\d+/\d+\]
-    | ["']?\b(?:train_)?loss["']?\s*[:=|]?\s*[-+\d.n]
+    | ["']?\b(?:train_|lm[_ ]|total_)?loss["']?\s*[:=|]?\s*(?:[-+]?\.?\d|[-+]?nan\b|[-+]?inf)
     | \d+/\d+\s*\[[\d:]+<
     """
 )
+_AT_ZERO = re.compile(r"\b0/\d+ \[\d\d:\d\d<\?")
 _MEASURE = re.compile(
     r"(?i)\b(?:loss|ce|lr|learning_rate|tok/s|it/s|s/it|samples/s|wps|gnorm|grad_norm|sps|img/s|tokens_per_s\w*"
     r"|RunningAvg\w*|skipped|val_\w+|reached|eal)\b"
@@ -48,12 +62,19 @@ _COMPILE = re.compile(
 
 @dataclass(frozen=True)
 class Line:
-    """A line as the engine sees it: number from 1, plain text, rank if a prefix names one, level (D I W E F or empty)."""
+    """A line as the engine sees it.
+
+    Attributes:
+        number: from 1. text: without colours and prefixes. raw: with prefixes.
+        rank: where a prefix names one. stream: whose line it is among interleaved ones.
+        level: D I W E F or empty. glog: whether the level is glog's.
+    """
 
     number: int
     text: str
     raw: str
     rank: int | None
+    stream: str
     level: str
     glog: bool
 
@@ -75,14 +96,18 @@ def plain(raw: bytes) -> str:
 def parse(number: int, raw: bytes) -> Line:
     """The parts of one line."""
     full = plain(raw)
-    text, rank = full, None
-    found = _RANK.match(text)
-    if found:
-        rank, text = int(found.group(1)), text[found.end() :]
-    elif text[:1] in "(0123456789" or "]: " in text[:80]:
-        joined = _JOINED.match(text)
-        if joined:
-            text = text[joined.end() :]
+    text, rank, stream = full, None, ""
+    for _ in range(3):
+        found = _RANK.match(text)
+        if found:
+            rank = int(found.group(1))
+            stream = f"rank {rank}"
+        else:
+            found = _PREFIX.match(text)
+            if not found:
+                break
+            stream = next((g for g in found.groups() if g), stream)
+        text = text[found.end() :]
     level, glog = "", False
     found = _GLOG.match(text)
     if found:
@@ -93,14 +118,34 @@ def parse(number: int, raw: bytes) -> Line:
             level = {"WARNING": "W", "WARN": "W", "CRITICAL": "F"}.get(
                 found.group("level"), found.group("level")[0]
             )
-    return Line(number, text, full, rank, level, glog)
+    return Line(number, text, full, rank, stream, level, glog)
+
+
+def stamp(text: str) -> float | None:
+    """Seconds of the first date and time in the head of a line (as if it were UTC), or None."""
+    found = _STAMP.search(text[:120])
+    if not found:
+        return None
+    year, month, day, hour, minute, second, fraction = found.groups()
+    try:
+        moment = datetime(int(year), int(month), int(day), int(hour), int(minute), int(second), tzinfo=timezone.utc)
+    except ValueError:
+        return None
+    return moment.timestamp() + (float(f"0.{fraction}") if fraction else 0.0)
+
+
+def clock(text: str) -> float | None:
+    """Seconds of the day by the stamp at the head of a line: for the time between two lines."""
+    found = _CLOCK.search(text[:60])
+    return int(found[1]) * 3600.0 + int(found[2]) * 60 + int(found[3]) if found else None
 
 
 def is_progress(text: str) -> bool:
-    """Whether the line shows that training went on."""
-    return bool(
-        _PROGRESS.search(text[:2000]) and (_MEASURE.search(text[:2000]) or "it/s" in text or "s/it" in text)
-    )
+    """Whether the line shows that training went on; a bar at zero, which has done nothing yet, does not."""
+    text = text[:2000]
+    if not _PROGRESS.search(text) or _AT_ZERO.search(text):
+        return False
+    return bool(_MEASURE.search(text) or "it/s" in text or "s/it" in text)
 
 
 def is_finish(text: str) -> bool:

@@ -29,6 +29,7 @@ class Diagnosis:
         class_: a class of signatures.toml, `unknown`, or None where nothing is wrong.
         title: one sentence; `where` names worker, rank, thread or GPU as far as the log does.
         cascades: later errors that follow from the root.
+        notes: what could not be read, or not be decided.
         fired: what matched and why it did or did not win (for `--explain`).
     """
 
@@ -43,6 +44,7 @@ class Diagnosis:
     cause: str = ""
     advice: tuple[str, ...] = ()
     retry: str = ""
+    notes: tuple[str, ...] = ()
     fired: tuple[str, ...] = field(default=(), repr=False)
 
     def to_json(self) -> dict[str, Any]:

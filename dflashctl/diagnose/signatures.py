@@ -13,7 +13,10 @@ from dflashctl.errors import ConfigError
 
 if sys.version_info >= (3, 11):
     import tomllib
+    from re import _parser  # type: ignore[attr-defined]  # the parse tree, to know what a regex needs
 else:
+    import sre_parse as _parser
+
     import tomli as tomllib
 
 SCOPES = ("exception", "frame", "line", "warn", "epilogue", "progress")
@@ -21,11 +24,17 @@ SCOPES = ("exception", "frame", "line", "warn", "epilogue", "progress")
 
 @dataclass(frozen=True)
 class Pattern:
-    """One regex of a class. `weak` patterns count only when nothing else was found in the same exception chain."""
+    """One regex of a class.
+
+    weak: counts only where nothing stronger was found anywhere. echo: counts only where nothing else stands in the
+    same exception chain. needs: one of these stands, in lower case, in every text that can match; empty: not known.
+    """
 
     regex: re.Pattern[str]
     scope: str
+    needs: tuple[str, ...]
     weak: bool = False
+    echo: bool = False
 
 
 @dataclass(frozen=True)
@@ -52,12 +61,18 @@ class Signatures:
         for signature in signatures:
             for pattern in signature.patterns:
                 self._scoped[pattern.scope].append((signature, pattern))
+        loose = [pattern for scope in ("line", "warn") for _, pattern in self._scoped[scope]]
+        self._stems = _shortest({stem for pattern in loose for stem in pattern.needs})
+        self._any_line = any(not pattern.needs for pattern in loose)
 
     def match(self, text: str, *scopes: str) -> tuple[Signature, Pattern, dict[str, str]] | None:
         """The first signature that matches `text` in one of the scopes (strong patterns before weak ones), and its captures."""
         weak = None
+        low = text.lower()
         for scope in scopes:
             for signature, pattern in self._scoped[scope]:
+                if pattern.needs and not any(stem in low for stem in pattern.needs):
+                    continue
                 found = pattern.regex.search(text)
                 if found:
                     captures = {k: v for k, v in found.groupdict().items() if v}
@@ -65,6 +80,51 @@ class Signatures:
                         return signature, pattern, captures
                     weak = weak or (signature, pattern, captures)
         return weak
+
+    def may_match(self, text: str) -> bool:
+        """Whether a line with this text, whatever its digits, could match in the scopes `line` and `warn`."""
+        low = text.lower()
+        return self._any_line or any(stem in low for stem in self._stems)
+
+
+_BREAKS = frozenset("0123456789.,+-")
+"""Characters in which lines of one shape differ (see reader.py): no part of a literal."""
+
+
+def literals(regex: re.Pattern[str]) -> tuple[str, ...]:
+    """Lower-case literals of which each match of the regex contains one; empty where there are none of use."""
+    return tuple(sorted(_needs(_parser.parse(regex.pattern, regex.flags & re.IGNORECASE)) or ()))
+
+
+def _needs(tree: Any) -> set[str] | None:
+    """The best of the parts that stand one after another: each alone would do."""
+    options: list[set[str]] = []
+    run = ""
+    for operation, value in [*tree, ("end", None)]:
+        name = str(operation)
+        if name == "LITERAL" and chr(value) not in _BREAKS:
+            run += chr(value).lower()
+            continue
+        if len(run) >= 4:
+            options.append({run})
+        run = ""
+        if name == "SUBPATTERN":
+            inner = _needs(value[-1])
+        elif name in ("MAX_REPEAT", "MIN_REPEAT") and value[0] >= 1:
+            inner = _needs(value[2])
+        elif name == "BRANCH":
+            parts = [_needs(branch) for branch in value[1]]
+            inner = set().union(*(p for p in parts if p)) if all(parts) else None
+        else:
+            continue
+        if inner:
+            options.append(inner)
+    return max(options, key=lambda stems: min(map(len, stems)), default=None)
+
+
+def _shortest(stems: set[str]) -> tuple[str, ...]:
+    """Without those that contain another."""
+    return tuple(sorted(s for s in stems if not any(other != s and other in s for other in stems)))
 
 
 def parse(raw: dict[str, Any], source: str) -> list[Signature]:
@@ -86,7 +146,7 @@ def parse(raw: dict[str, Any], source: str) -> list[Signature]:
                 raise ConfigError(
                     f"{where} pattern {i + 1}: no valid regex ({error})", hint="a Python regex in `regex`"
                 ) from error
-            patterns.append(Pattern(regex, scope, bool(item.get("weak"))))
+            patterns.append(Pattern(regex, scope, literals(regex), bool(item.get("weak")), bool(item.get("echo"))))
         advice = body.get("advice", [])
         out.append(
             Signature(

@@ -1,0 +1,200 @@
+"""Finds and reads the evidence: logs (one or many, ranks apart), a run's folder, torchelastic's error files, a kernel log.
+
+Memory stays bounded whatever the size: a log is read in pieces, one beyond WHOLE by its head and its tail.
+"""
+
+from __future__ import annotations
+
+import io
+import json
+import math
+import re
+import sys
+from collections.abc import Iterator, Mapping, Sequence
+from pathlib import Path
+from typing import Any, BinaryIO
+
+from dflashctl.diagnose import engine
+from dflashctl.diagnose import signatures as sig
+from dflashctl.diagnose.model import Diagnosis
+from dflashctl.diagnose.reader import CHUNK, Reader
+from dflashctl.diagnose.scanner import Scanner
+
+WHOLE = 2 << 30
+"""Bytes up to which a log is read as a whole."""
+HEAD, TAIL = 16 << 20, 512 << 20
+"""Bytes read of the beginning (versions, banners) and of the end of a larger one; the lines between are only counted."""
+FILES = 4096
+"""Files of a folder that are read at most."""
+SMALL = 16 << 20
+"""Bytes of a JSON file that are read at most."""
+
+_LOG = re.compile(r"(?i)(?:\.(?:log|out|err|txt)(?:\.\d+)?|^(?:stdout|stderr|dmesg|kern\.log)|^slurm-\d+.*)$")
+_NOT_LOG = re.compile(r"(?i)^(?:requirements.*|constraints.*|license.*|readme.*|supervisor\.log)$")
+
+
+def diagnose_paths(
+    paths: Sequence[Path | str],
+    facts: Mapping[str, Any] | None = None,
+    *,
+    signatures: Path | None = None,
+    full: bool = False,
+) -> Diagnosis:
+    """The diagnosis of one run from files and folders; `-` is standard input.
+
+    A run's folder brings its own record (state.json) and events; `facts` win over the record.
+
+    Args:
+        signatures: a TOML file of the user's own signatures. full: read logs of any size as a whole.
+
+    Raises OSError where a path can't be read, ConfigError where `signatures` is not valid.
+    """
+    known = sig.load(signatures)
+    recorded: dict[str, Any] = {}
+    scanners: list[Scanner] = []
+    notes: list[str] = []
+    for path in paths:
+        if str(path) == "-":
+            scanners.append(read(sys.stdin.buffer, "stdin", known))
+            continue
+        path = Path(path)
+        if path.is_dir():
+            recorded.update(record(path))
+        for file in logs(path):
+            name = str(file.relative_to(path)) if path.is_dir() else path.name
+            scanners.append(_read_file(file, name, known, full, notes))
+    if not scanners:
+        raise FileNotFoundError(f"no log in {', '.join(map(str, paths))}")
+    for order, scanner in enumerate(scanners):
+        scanner.ordered(order)
+    return engine.conclude(scanners, {**recorded, **dict(facts or {})}, known, notes)
+
+
+def logs(path: Path) -> list[Path]:
+    """The files of `path` that may tell something; of torchelastic's attempts only the last one's."""
+    if not path.is_dir():
+        return [path]
+    found = [p for p in sorted(_walk(path)) if p.name in ("error.json", "events.jsonl") or _is_log(p)]
+    attempts = sorted({_attempt(p) for p in found if _attempt(p) >= 0})
+    found = [p for p in found if _attempt(p) in (-1, attempts[-1] if attempts else -1)]
+    return sorted(found, key=lambda p: (p.suffix in (".json", ".jsonl"), len(p.parts)))[:FILES]
+
+
+def _walk(path: Path) -> Iterator[Path]:
+    for n, p in enumerate(path.rglob("*")):
+        if n > 50 * FILES:
+            return
+        if p.is_file() and "checkpoints" not in p.parts:
+            yield p
+
+
+def _is_log(path: Path) -> bool:
+    return bool(_LOG.search(path.name)) and not _NOT_LOG.match(path.name)
+
+
+def _attempt(path: Path) -> int:
+    numbers = [int(m[1]) for part in path.parts if (m := re.fullmatch(r"attempt_(\d{1,9})", part))]
+    return numbers[-1] if numbers else -1
+
+
+def record(folder: Path) -> dict[str, Any]:
+    """Facts from a run folder's state.json: how it ended, as its supervisor wrote it. Empty where there is none."""
+    raw = _json(folder / "state.json")
+    if not isinstance(raw, Mapping) or raw.get("status") != "exited":
+        return {}
+    kept = {k: raw[k] for k in ("exit_code", "signal", "oom_kills", "stop_requested") if raw.get(k) is not None}
+    return {"process_alive": False, **kept}
+
+
+def _json(path: Path) -> Any:
+    try:
+        with path.open("rb") as file:
+            return json.loads(file.read(SMALL))
+    except (OSError, ValueError, RecursionError):
+        return None
+
+
+def _read_file(path: Path, name: str, known: sig.Signatures, full: bool, notes: list[str]) -> Scanner:
+    if path.name == "error.json":
+        return _error_file(path, name, known)
+    if path.name == "events.jsonl":
+        return _events(path, name, known)
+    with path.open("rb") as file:
+        size = file.seek(0, io.SEEK_END) if file.seekable() else 0
+        if file.seekable():
+            file.seek(0)
+        if full or size <= WHOLE:
+            return read(file, name, known)
+        return _read_ends(file, size, name, known, notes)
+
+
+def read(file: BinaryIO, name: str, known: sig.Signatures) -> Scanner:
+    """Read a stream to its end."""
+    reader = Reader(Scanner(known, name), known)
+    while data := file.read(CHUNK):
+        reader.feed(data)
+    return reader.close()
+
+
+def _read_ends(file: BinaryIO, size: int, name: str, known: sig.Signatures, notes: list[str]) -> Scanner:
+    scanner = Scanner(known, name)
+    reader = Reader(scanner, known)
+    reader.feed(file.read(HEAD))
+    first = reader.number
+    left = size - TAIL - HEAD
+    while left > 0 and (data := file.read(min(CHUNK, left))):
+        reader.skip(data)
+        left -= len(data)
+    notes.append(f"{name}: lines {first} to {reader.number} were only counted; --full reads them")
+    while data := file.read(CHUNK):
+        reader.feed(data)
+    return reader.close()
+
+
+def _error_file(path: Path, name: str, known: sig.Signatures) -> Scanner:
+    """torchelastic's: {"message": {"message": str, "extraInfo": {"py_callstack": str, "timestamp": str}}}, or text."""
+    raw = _json(path)
+    scanner = Scanner(known, name)
+    message = raw.get("message") if isinstance(raw, Mapping) else None
+    extra = message.get("extraInfo") if isinstance(message, Mapping) else None
+    stack = extra.get("py_callstack") if isinstance(extra, Mapping) else None
+    text = stack or (message.get("message") if isinstance(message, Mapping) else message)
+    if isinstance(text, str):
+        when = _seconds(extra.get("timestamp")) if isinstance(extra, Mapping) else None
+        for line in text.splitlines():
+            scanner.feed(1, line.encode("utf-8", "replace"))
+            scanner.time = when
+    scanner.close()
+    return scanner
+
+
+def _seconds(value: Any) -> float | None:
+    try:
+        seconds = float(value)
+    except (TypeError, ValueError):
+        return None
+    return seconds if math.isfinite(seconds) else None
+
+
+def _events(path: Path, name: str, known: sig.Signatures) -> Scanner:
+    """Our trainer's events: a worker that failed says so with its error, even where the log was lost."""
+    scanner = Scanner(known, name)
+    with path.open("rb") as file:
+        number = 0
+        while raw := file.readline(LINE):
+            number += 1
+            if b'"failed"' not in raw:
+                continue
+            try:
+                event = json.loads(raw)
+            except (ValueError, RecursionError):
+                continue
+            if isinstance(event, Mapping) and event.get("event") == "failed":
+                scanner.feed(number, str(event.get("error", "")).encode("utf-8", "replace"))
+                scanner.time = _seconds(event.get("t"))
+    scanner.close()
+    return scanner
+
+
+LINE = 1 << 20
+"""Bytes of one line of events that are read."""

@@ -1,0 +1,126 @@
+"""Reads logs of any size at the speed of C: most lines of a training log differ from others only in their digits, so a
+line is looked at once per shape, and only lines that could mean something are handed to the scanner."""
+
+from __future__ import annotations
+
+from itertools import repeat
+
+from dflashctl.diagnose import lines as ln
+from dflashctl.diagnose.scanner import Scanner, opens_something
+from dflashctl.diagnose.signatures import Signatures
+
+CHUNK = 1 << 20
+"""Bytes read at a time."""
+LONG = 1 << 16
+"""Bytes of a line from which its middle is dropped while it is read."""
+SHAPES = 50_000
+"""Shapes of lines remembered; then it starts anew."""
+CONTEXT = 3
+"""Lines before a telling one that are read with it: they may say that the error was caught."""
+
+_UNKNOWN, _DULL, _STEP, _TELLING = range(4)
+# what two lines of one shape differ in: digits, signs, and the blocks of progress bars
+_DROPPED = bytes(b for b in range(256) if chr(b) in "0123456789.,+-" or b in (0xE2, 0x96, *range(0x88, 0x90)))
+
+
+class Reader:
+    """Takes a log in pieces of bytes, in order; only new bytes need to be given when the log has grown."""
+
+    def __init__(self, scanner: Scanner, signatures: Signatures, first_line: int = 1) -> None:
+        self.scanner = scanner
+        self._signatures = signatures
+        self._number = first_line - 1
+        self._carry = b""
+        self._kinds: dict[bytes, int] = {}
+
+    def feed(self, data: bytes) -> None:
+        """The next bytes, of any number."""
+        for at in range(0, len(data), CHUNK):
+            piece = data[at : at + CHUNK]
+            cut = piece.rfind(b"\n")
+            if cut < 0:
+                self._keep(self._carry + piece)
+                continue
+            self._lines((self._carry + piece[:cut]).split(b"\n"))
+            self._carry = b""
+            self._keep(piece[cut + 1 :])
+
+    @property
+    def number(self) -> int:
+        """Whole lines read so far (and the number of the newest)."""
+        return self._number
+
+    def skip(self, data: bytes) -> None:
+        """Bytes that are not looked at: their lines are only counted."""
+        if self._carry:
+            self._lines([self._carry])
+            self._carry = b""
+            self._number -= 1
+        self._number += data.count(b"\n")
+
+    def close(self) -> Scanner:
+        """The end of the log; the scanner has seen everything."""
+        if self._carry:
+            self._lines([self._carry])
+            self._carry = b""
+        self.scanner.close()
+        return self.scanner
+
+    def _keep(self, rest: bytes) -> None:
+        self._carry = rest if len(rest) <= LONG else rest[: LONG // 2] + rest[-LONG // 2 :]
+
+    def _lines(self, lines: list[bytes]) -> None:
+        codes = self._codes(lines)
+        scanner, first = self.scanner, self._number + 1
+        self._number += len(lines)
+        i, n = 0, len(lines)
+        while i < n:
+            if scanner.busy:
+                scanner.feed(first + i, lines[i])
+                i += 1
+                continue
+            telling = codes.find(_TELLING, i)
+            stop = n if telling < 0 else telling
+            # the last lines before it are read too: its context, and the newest progress
+            read = max(i, stop - CONTEXT)
+            newest = _newest_steps(codes, i, read)
+            scanner.passed(codes.count(_STEP, i, read) - len(newest))
+            for k in newest:
+                scanner.feed(first + k, lines[k])
+            for k in range(read, min(stop + 1, n)):
+                scanner.feed(first + k, lines[k])
+            i = stop + 1
+
+    def _codes(self, lines: list[bytes]) -> bytearray:
+        shapes = b"\n".join(lines).translate(None, _DROPPED).split(b"\n")
+        kinds = self._kinds
+        codes = bytearray(map(kinds.get, shapes, repeat(_UNKNOWN)))
+        k = codes.find(_UNKNOWN)
+        while k >= 0:
+            shape = shapes[k]
+            code = kinds.get(shape)
+            if code is None:
+                if len(kinds) >= SHAPES:
+                    kinds.clear()
+                code = kinds[shape] = self._kind(lines[k])
+            codes[k] = code
+            k = codes.find(_UNKNOWN, k + 1)
+        return codes
+
+    def _kind(self, raw: bytes) -> int:
+        line = ln.parse(0, raw)
+        if not line.text.strip():
+            return _DULL
+        if self._signatures.may_match(line.raw) or opens_something(line):
+            return _TELLING
+        if ln.is_progress(line.text):
+            return _TELLING if self._signatures.match(line.text, "progress") else _STEP
+        return _DULL
+
+
+def _newest_steps(codes: bytes, start: int, stop: int) -> list[int]:
+    """Up to 8 of the last progress lines: from their stamps the run's pace is known."""
+    out: list[int] = []
+    while len(out) < 8 and (stop := codes.rfind(_STEP, start, stop)) >= 0:
+        out.append(stop)
+    return out[::-1]

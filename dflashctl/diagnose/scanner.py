@@ -1,0 +1,336 @@
+"""From lines to findings. What the program itself says it survived, what stands in quoted text, and what Python merely
+reports (`Exception ignored in`) is marked or dropped here; engine.py weighs the rest."""
+
+from __future__ import annotations
+
+import re
+from collections import deque
+
+from dflashctl.diagnose import lines as ln
+from dflashctl.diagnose.lines import Line
+from dflashctl.diagnose.signatures import Signatures
+from dflashctl.diagnose.tracebacks import CHAIN, Finding, Traceback, exception_type, is_header
+
+_THREAD = re.compile(r"^Exception in thread (?P<thread>.{1,200}?)(?: \(.*\))?:\s*$")
+_IGNORED = re.compile(r"^(?:Exception ignored (?:in|on|while)\b|Error in atexit\._run_exitfuncs|Error in sys\.excepthook)")
+_SURVIVED = re.compile(
+    r"(?i)\b(?:trying|retry(?:ing)?|retries|skip(?:s|ped|ping)?|ignor(?:ed?|ing)|recover(?:ed|ing|s)?|restart(?:ed|ing)"
+    r"|fall(?:ing|s)? ?back|fallback|continu(?:e|es|ed|ing)|caught|handled|non-fatal|reduc(?:ed|ing)|resum(?:ed|ing)"
+    r"|not critical|halv(?:ed|ing)|respawn(?:ed|ing)?|requeu(?:ed|eing)|will be (?:replaced|disabled)|disabl(?:ed|ing))\b"
+)
+_NOT_SURVIVED = re.compile(r"(?i)\b(?:giving up|gave up|no more retries|retries exhausted|after \d+ (?:retries|attempts)|cannot|can't|unable to|failed to)\b")
+_QUOTE_OPEN = re.compile(
+    r"(?i)^\W{2,}\s*(?:\w+\s){0,2}?(?:sample|generation|generated|completion|prompt|response|output|example|rollout)s?\b"
+)
+_QUOTE_CLOSE = re.compile(r"(?i)^\W{2,}\s*(?:end\b|/?(?:sample|generation|completion|prompt|response))")
+_TURN = re.compile(r"^<\|?/?(?:user|assistant|system|im_start|im_end)\b")
+_ELASTIC_ROOT = re.compile(r"^Root Cause \(first observed failure\):")
+_ELASTIC_KEYS = ("time  ", "host  ", "rank  ", "exitcode ", "error_file:", "traceback :")
+_ELASTIC_EDGE = re.compile(r"^[=-]{20,}\s*$")
+_TORCH = re.compile(r"\btorch[ =:]+v?(\d+\.\d+(?:\.\d+)?)")
+
+QUOTE_LIMIT = 400
+"""Lines after which an unclosed quotation is taken to have ended."""
+NEAR = 3
+"""Lines within which a word about the error that follows is looked for."""
+FINDINGS = 2000
+"""Findings kept of one log; a log that repeats itself adds none that matter."""
+HINTS = (
+    "Search for `",
+    "CUDA kernel errors might be",
+    "For debugging consider passing",
+    "Compile with `TORCH_USE",
+    "Set TORCHDYNAMO_VERBOSE",
+)
+"""Hints that libraries print beside an error: they say nothing of their own."""
+
+
+class Scanner:
+    """Feed it lines in order; `findings` and the marks of progress are what it saw since the last run banner."""
+
+    def __init__(self, signatures: Signatures, file: str = "log") -> None:
+        self.file = file
+        self._signatures = signatures
+        self._blocks: dict[str, Traceback] = {}
+        self._thread: dict[str, tuple[str, int]] = {}
+        self._last: dict[str, Line] = {}
+        self._ignored_next: dict[str, bool] = {}
+        self._quote = 0
+        self._epilogue = 0
+        self.lines = 0
+        self.last_text = ""
+        self.time: float | None = None
+        self.reset()
+
+    def reset(self) -> None:
+        """A new run begins: forget what stood before."""
+        self.findings: list[Finding] = []
+        self.progress = 0
+        self.progress_line = 0
+        self.progress_text = ""
+        self.times: deque[float] = deque(maxlen=50)
+        self.finish_line = 0
+        self.finish_at = 0
+        self.compile_line: tuple[int, str] | None = None
+        self.nonfinite: Finding | None = None
+        self.banner = 0
+        self.torch = ""
+        self.first_time: float | None = None
+
+    # ---------------------------------------------------------------- feeding
+
+    @property
+    def busy(self) -> bool:
+        """Whether the meaning of the next line, whatever it is, depends on what stood before."""
+        return bool(self._blocks or self._thread or self._ignored_next or self._quote or self._epilogue)
+
+    def feed(self, number: int, raw: bytes) -> None:
+        line = ln.parse(number, raw)
+        self.lines = number
+        stamp = ln.stamp(line.raw)
+        if stamp is not None:
+            self.time = stamp
+            self.first_time = stamp if self.first_time is None else self.first_time
+        if line.text.strip():
+            self.last_text = line.text.strip()[:200]
+        if self._in_quote(line):
+            return
+        if not self._in_block(line):
+            self._loose(line, line.text)
+        if line.text.strip():
+            if len(self._last) > 4096:  # a million ranks: only the neighbours of a line matter
+                self._last.clear()
+            self._last[line.stream] = line
+
+    def passed(self, progress: int) -> None:
+        """Lines were left out that say nothing but that `progress` steps were done."""
+        self.progress += progress
+        if progress:
+            self.nonfinite = None
+
+    def ordered(self, order: int) -> None:
+        """Its place among the files of the run: the first one named is believed first where no clock decides."""
+        for finding in self.findings:
+            finding.order = order
+
+    def close(self) -> None:
+        """No more lines: finish what is open."""
+        for block in list(self._blocks.values()):
+            self._end(block)
+        for finding in self.findings:
+            finding.steps = self.progress - finding.progress_at
+
+    def _in_quote(self, line: Line) -> bool:
+        if self._quote:
+            self._quote -= 1
+            if _QUOTE_CLOSE.match(line.text) and self._quote < QUOTE_LIMIT - 1:
+                self._quote = 0
+            elif ln.is_progress(line.text) and not _TURN.match(line.text):
+                self._quote = 0
+                return False
+            return True
+        if _QUOTE_OPEN.match(line.text) or _TURN.match(line.text):
+            self._quote = QUOTE_LIMIT
+            return True
+        return False
+
+    # ---------------------------------------------------------------- tracebacks
+
+    def _in_block(self, line: Line) -> bool:
+        """Tracebacks: header, frames, exception, continuation, chain."""
+        block = self._blocks.get(line.stream)
+        if is_header(line.text):
+            if block and block.continues(line):
+                block.linked = False
+                block.begin(line)
+                return True
+            if block:
+                self._end(block)
+            self._open(line)
+            return True
+        if block and block.open:
+            if not block.add(line):
+                return False
+            if block.started_by_launcher:
+                self._end(block)  # its own report follows
+            return True
+        return block is not None and self._after(block, line)
+
+    def _open(self, line: Line) -> None:
+        thread, at = self._thread.pop(line.stream, ("", 0))
+        previous = self._last.get(line.stream)
+        excuse = ""
+        near = previous is not None and line.number - previous.number <= NEAR
+        if previous and near and not previous.glog and (previous.level == "W" or (not previous.level and _says_survived(previous.text))):
+            excuse = previous.text
+        block = Traceback(line, thread=thread, ignored=self._ignored_next.pop(line.stream, False), excuse=excuse)
+        block.start = at or block.start
+        self._blocks[line.stream] = block
+
+    def _after(self, block: Traceback, line: Line) -> bool:
+        """Lines after an exception: its further text, a link to the next of the chain, or the end."""
+        text = line.text
+        if CHAIN.match(text.strip(" |")):
+            block.linked, block.tail = True, 12
+            return True
+        block.tail -= 1
+        if not text.strip():
+            return True
+        if block.linked and block.tail > 0:
+            return True
+        if (
+            block.tail <= 0
+            or exception_type(text)
+            or line.glog
+            or line.level
+            or ln.is_progress(text)
+            or _THREAD.match(text)
+            or _IGNORED.match(text)
+            or _ELASTIC_EDGE.match(text)
+        ):
+            self._end(block, line)
+            return False
+        if not block.survived and not text[:1].isspace() and _says_survived(text):
+            block.survived = text
+        # further lines of the message are still looked at for what they say of the library beneath
+        return not self._signatures.match(text, "line", "warn")
+
+    def _end(self, block: Traceback, line: Line | None = None) -> None:
+        self._blocks.pop(block.stream, None)
+        if line is not None and not block.survived and _excused(line):
+            block.survived = line.text
+        finding = block.finding(self._signatures)
+        if finding is not None:
+            self._add(finding)
+
+    def _add(self, finding: Finding) -> None:
+        if len(self.findings) < FINDINGS:
+            finding.progress_at = self.progress
+            finding.file, finding.time = self.file, self.time
+            self.findings.append(finding)
+
+    # ---------------------------------------------------------------- everything else
+
+    def _loose(self, line: Line, text: str) -> None:
+        if not text.strip():
+            return
+        if ln.is_banner(text):
+            self.reset()
+            self.banner = line.number
+            return
+        found = _THREAD.match(text)
+        if found:
+            self._thread[line.stream] = (text[len("Exception in thread ") :].rstrip(": "), line.number)
+            return
+        if _IGNORED.match(text):
+            self._ignored_next[line.stream] = True
+            return
+        self._thread.pop(line.stream, None)
+        self._ignored_next.pop(line.stream, None)
+        if ln.is_progress(text):
+            self._progress(line, text)
+            if line.level not in ("E", "F"):
+                return
+        if ln.is_finish(text):
+            self.finish_line, self.finish_at = line.number, self.progress
+            return
+        if self._report(line, text) or ln.is_data(text):
+            return
+        if ln.is_compile(text) and line.level not in ("W", "E", "F"):
+            self.compile_line = (line.number, text)
+        if "torch" in text and not self.torch:
+            version = _TORCH.search(text)
+            self.torch = version.group(1) if version else ""
+        self._match(line, text)
+
+    def _progress(self, line: Line, text: str) -> None:
+        found = self._signatures.match(text, "progress")
+        if not found:
+            self.nonfinite = None  # finite again: it was skipped over
+        elif self.nonfinite is None:
+            s = found[0]
+            self.nonfinite = Finding(
+                s.name, s.tier, s.role, line.number, text, line.number, "progress", line.rank, file=self.file
+            )
+        self.progress += 1
+        self.progress_line, self.progress_text = line.number, text
+        clock = ln.clock(line.raw)
+        if clock is not None:
+            self.times.append(clock)
+
+    def _report(self, line: Line, text: str) -> bool:
+        """torchelastic's closing block: only the root cause part is evidence, and weak evidence at that."""
+        if _ELASTIC_ROOT.match(text):
+            self._epilogue = 12
+            return True
+        key = text.lstrip().startswith(_ELASTIC_KEYS)
+        if not self._epilogue:
+            return key  # the lists of other failures in the block repeat what is known
+        self._epilogue = 0 if _ELASTIC_EDGE.match(text) else self._epilogue - 1
+        found = self._signatures.match(text, "epilogue") if "exitcode" in text else None
+        if found:
+            s = found[0]
+            self._add(Finding(s.name, s.tier, s.role, line.number, text, line.number, "epilogue", line.rank))
+        return True
+
+    def _match(self, line: Line, text: str) -> None:
+        quiet = line.level in ("D", "I", "W")
+        kind = "" if quiet else exception_type(text)
+        if kind == "ChildFailedError" or kind.endswith("Warning"):
+            return
+        if kind:
+            block = Traceback(line, ignored=self._ignored_next.pop(line.stream, False))
+            block.add(line)
+            block.tail = 4
+            self._blocks[line.stream] = block
+            return
+        found = self._signatures.match(text, *(("warn",) if quiet else ("line", "warn")))
+        if found is None or text.startswith(HINTS):
+            return
+        s, pattern, captures = found
+        matched = pattern.regex.search(text)
+        beside = text[: matched.start()] + " " + text[matched.end() :] if matched else text
+        excused = s.tier > 2 and line.level not in ("E", "F") and _says_survived(beside)
+        self._add(
+            Finding(
+                s.name,
+                s.tier,
+                s.role,
+                line.number,
+                text,
+                line.number,
+                "line",
+                line.rank,
+                "",
+                captures,
+                text if excused else "",
+                pattern.weak,
+            )
+        )
+
+
+def opens_something(line: Line) -> bool:
+    """Whether the line, alone, means more than progress: the first of a block, a banner, an exception."""
+    text = line.text
+    return bool(
+        is_header(text)
+        or ln.is_banner(text)
+        or ln.is_finish(text)
+        or ln.is_compile(text)
+        or _THREAD.match(text)
+        or _IGNORED.match(text)
+        or _QUOTE_OPEN.match(text)
+        or _TURN.match(text)
+        or _ELASTIC_ROOT.match(text)
+        or _TORCH.search(text)
+        or (exception_type(text) and line.level not in ("D", "I", "W"))
+    )
+
+
+def _says_survived(text: str) -> bool:
+    return bool(_SURVIVED.search(text)) and not _NOT_SURVIVED.search(text)
+
+
+def _excused(line: Line) -> bool:
+    """Whether the program says here that it goes on in spite of the error beside this line."""
+    return not _IGNORED.match(line.text) and (_says_survived(line.text) or (line.level == "W" and not line.glog))
