@@ -96,7 +96,7 @@ def launch(
         out.print(screens.launched(launched, session.transport.label, out))
         if launched.run_id is None:
             return ExitCode.OK
-        seen.remember(launched.run_id, place.host.name)
+        seen.remember({launched.run_id: place.host.name})
         if wait or launched.state.get("status") == "exited":
             return _wait(place, session, launched.run_id, wait or 0.0)
     out.print(screens.following(place.host.name, place.hosts.default_name, out))

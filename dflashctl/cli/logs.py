@@ -79,7 +79,7 @@ def logs(
         return ExitCode.INTERRUPTED
     writer.end_line()
     assert end is not None  # follow() yields End or raises
-    seen.remember(end.run_id, place.host.name)
+    seen.remember({end.run_id: place.host.name})
     return _final_state(place, end.run_id) if follow else ExitCode.OK
 
 

@@ -29,7 +29,7 @@ def ls(
     """List the newest runs of all hosts; hosts that can't be reached are shown as such."""
     from concurrent.futures import ThreadPoolExecutor
 
-    from dflashctl.cli import reach
+    from dflashctl.cli import reach, seen
     from dflashctl.render import jsonout, runs, terminal
 
     known = reach.read_hosts(hosts)
@@ -37,6 +37,7 @@ def ls(
     places = [reach.Place(h, known, accept_new, may_ask=False) for h in chosen]
     with ThreadPoolExecutor(min(PARALLEL, len(places)), "ls") as pool:
         answers = list(pool.map(lambda place: ask(place, limit), places))
+    seen.remember({s.run_id: answer.host for answer in answers for s, _ in answer.rows})
     if len(answers) > 1:
         # this machine is always a host; it is worth a line only where it has runs
         answers = [a for a in answers if a.rows or a.error or a.host != "local"]
@@ -51,7 +52,6 @@ def ls(
 
 def ask(place: Place, limit: int) -> HostRuns:
     """The newest runs of one host, judged; or why it did not answer."""
-    from dflashctl.cli import seen
     from dflashctl.render.runs import HostRuns
     from dflashctl.snapshot import Snapshot
     from dflashctl.status import judge
@@ -63,6 +63,4 @@ def ask(place: Place, limit: int) -> HostRuns:
         return HostRuns(place.host.name, [], error)
     shared = {"now": answer["now"], "boot": answer["boot"]}
     snapshots = [Snapshot.parse({**row, **shared}) for row in answer["runs"]]
-    for snapshot in reversed(snapshots):
-        seen.remember(snapshot.run_id, place.host.name)
     return HostRuns(place.host.name, [(s, judge(s)) for s in snapshots], None)

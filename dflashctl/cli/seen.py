@@ -8,6 +8,7 @@ from __future__ import annotations
 import json
 import os
 import tempfile
+from collections.abc import Mapping
 from pathlib import Path
 
 KEPT = 200
@@ -30,13 +31,14 @@ def load() -> dict[str, str]:
     return {str(run): host for run, host in raw.items() if isinstance(host, str)}
 
 
-def remember(run_id: str, host: str) -> None:
-    """Put a run at the front."""
+def remember(runs: Mapping[str, str]) -> None:
+    """Put these runs (id -> host, newest first) in front."""
     known = load()
-    if next(iter(known.items()), None) == (run_id, host):
+    newest = dict(
+        list({**runs, **{run: host for run, host in known.items() if run not in runs}}.items())[:KEPT]
+    )
+    if list(newest.items()) == list(known.items()):
         return
-    known.pop(run_id, None)
-    newest = dict(list({run_id: host, **known}.items())[:KEPT])
     file = path()
     try:
         file.parent.mkdir(parents=True, exist_ok=True)

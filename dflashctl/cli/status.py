@@ -46,7 +46,7 @@ def status(
     with Watcher(place.session, run) as watcher:
         look = watch(watcher, wait, full, screens.DEFAULT_LINES if lines is None else lines, ladder)
     snapshot, verdict = look.snapshot, look.verdict
-    seen.remember(snapshot.run_id, place.host.name)
+    seen.remember({snapshot.run_id: place.host.name})
     if json:
         jsonout.write(jsonout.status(verdict, snapshot, place.host.name, look.elapsed))
     else:

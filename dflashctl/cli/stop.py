@@ -34,7 +34,7 @@ def stop(
         if not json:
             terminal.stderr().print(screens.begin(run, grace))
         stopped = stopping.stop(session, run, grace=grace)
-    seen.remember(stopped.run_id, place.host.name)
+    seen.remember({stopped.run_id: place.host.name})
     if json:
         jsonout.write(jsonout.stop(stopped, place.host.name))
     else:

@@ -1,0 +1,40 @@
+"""The runs this laptop has seen."""
+
+import json
+
+import pytest
+
+from dflashctl.cli import seen
+
+
+@pytest.fixture(autouse=True)
+def state(tmp_path, monkeypatch):
+    monkeypatch.setenv("XDG_STATE_HOME", str(tmp_path))
+
+
+def test_newest_first_and_bounded():
+    assert seen.load() == {}
+    seen.remember({"a": "x"})
+    seen.remember({"c": "y", "b": "x"})
+    assert list(seen.load().items()) == [("c", "y"), ("b", "x"), ("a", "x")]
+    seen.remember({"a": "z"})
+    assert list(seen.load().items()) == [("a", "z"), ("c", "y"), ("b", "x")]
+    seen.remember({f"r{i}": "h" for i in range(500)})
+    assert len(seen.load()) == seen.KEPT
+    assert next(iter(seen.load())) == "r0"
+
+
+@pytest.mark.parametrize("text", ["", "[1]", '{"a": 1, "b": "h"}', "\x00", "{"])
+def test_a_damaged_file_is_no_error(text):
+    seen.path().parent.mkdir(parents=True)
+    seen.path().write_text(text)
+    assert seen.load() in ({}, {"b": "h"})
+    seen.remember({"new": "h"})
+    assert json.loads(seen.path().read_text())["new"] == "h"
+
+
+def test_an_unwritable_home_is_no_error(monkeypatch, tmp_path):
+    (tmp_path / "file").write_text("")
+    monkeypatch.setenv("XDG_STATE_HOME", str(tmp_path / "file"))
+    seen.remember({"a": "h"})
+    assert seen.load() == {}
