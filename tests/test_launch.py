@@ -299,7 +299,22 @@ def test_imports_are_remembered_until_something_changes(session: Session, host: 
     assert marks.read_text() == paid
     other = dataclasses.replace(host, environment={**host.environment, "PYTHONPATH": f"{modules}:/other"})
     go(session, other)
-    assert marks.read_text() == paid + paid
+    assert marks.read_text() == paid * 2
+    go(session, other)
+    assert marks.read_text() == paid * 2
+    (modules / "newly_installed").mkdir()
+    go(session, other)
+    assert marks.read_text() == paid * 3
+
+
+@pytest.mark.parametrize(
+    "text", ["", "[]", '{"found": {"torch": "9"}}', '{"stamps": {}, "found": {"python": "x"}}']
+)
+def test_a_damaged_memory_is_no_harm(runner: Runner, session: Session, host: Host, text: str) -> None:
+    cache = runner.workspace / "dflash" / "cache" / "preflight.json"
+    cache.parent.mkdir(parents=True)
+    cache.write_text(text)
+    assert go(session, host).facts["modules"]["torch"] == "2.13.0"
 
 
 def test_a_trainer_that_dies_at_once(runner: Runner, session: Session, host: Host, trainer: Path) -> None:

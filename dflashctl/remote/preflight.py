@@ -3,19 +3,19 @@
 Standard library only, Python >= 3.9.
 """
 
+import contextlib
 import json
 import os
 import shutil
 import subprocess
 import threading
-import time
 
 from dflashctl.remote import control, probe, store, supervisor
 
 IMPORT_TIMEOUT = 120.0
 IMPORTS = """
-import json, sys
-found = {"python": sys.version.split()[0]}
+import json, os, sys
+found = {"python": sys.version.split()[0], "path": [p for p in sys.path if os.path.isdir(p)]}
 for name in ("torch", "transformers", "pyarrow", "safetensors"):
     try:
         found[name] = getattr(__import__(name), "__version__", "")
@@ -85,7 +85,7 @@ class Imports:
         self.environment = control.trainer_environment(os.environ, environment, [python])
         self.cache = os.path.join(store.root(workspace), "cache", "preflight.json")
         self.wants_gpu = wants_gpu
-        self.found = {}
+        self.found = {"unread": "the look at its packages failed"}  # until it has succeeded
         self.process = None
         self.thread = threading.Thread(target=self.look, name="imports", daemon=True)
 
@@ -96,34 +96,34 @@ class Imports:
         if self.process is not None:
             self.process.kill()
 
-    def key(self, program):
-        """Changes with the interpreter and with every package installed into or removed from it."""
-        lib = os.path.join(os.path.dirname(os.path.dirname(os.path.abspath(program))), "lib")
-        parts = [program, os.path.realpath(program), self.environment.get("PYTHONPATH", "")]
-        for path in [os.path.realpath(program), *site_folders(lib)]:
+    def stamps(self, program, folders):
+        """Change with the interpreter, with where it looks for packages, and with every package that comes or goes."""
+        found = {"PYTHONPATH": self.environment.get("PYTHONPATH", "")}
+        for path in [program, os.path.realpath(program), *folders]:
             try:
-                parts.append(str(os.stat(path).st_mtime_ns))
+                found[path] = os.stat(path).st_mtime_ns
             except OSError:
-                parts.append("-")
-        return "|".join(parts)
+                found[path] = None
+        return found
 
     def look(self):
         program = shutil.which(self.python, path=self.environment["PATH"])
         if program is None:
             self.found = {"unread": f"{self.python} not found"}
             return
-        key = self.key(program)
-        kept = supervisor.read_json(self.cache)
-        if kept and kept.get("key") == key and (kept["found"].get("cuda_devices") or not self.wants_gpu):
-            self.found = kept["found"]
+        kept = supervisor.read_json(self.cache) or {}
+        known = kept.get("found") or {}
+        valid = known and kept.get("stamps") == self.stamps(program, known.get("path", ()))
+        if valid and (known.get("cuda_devices") or not self.wants_gpu):
+            self.found = known
             return
         self.found = self.ask(program)
-        if "unread" not in self.found and not self.found.get("missing"):
-            try:
-                os.makedirs(os.path.dirname(self.cache), exist_ok=True)
-                supervisor.write_json(self.cache, {"key": key, "found": self.found, "time": time.time()})
-            except OSError:
-                pass  # only the next launch is slower
+        if "unread" in self.found or self.found.get("missing"):
+            return
+        stamps = self.stamps(program, self.found["path"])
+        with contextlib.suppress(OSError):  # only the next launch is slower
+            os.makedirs(os.path.dirname(self.cache), exist_ok=True)
+            supervisor.write_json(self.cache, {"stamps": stamps, "found": self.found})
 
     def ask(self, program):
         self.process = subprocess.Popen(
@@ -144,11 +144,3 @@ class Imports:
             return json.loads(last)
         except ValueError:
             return {"unread": f"{program} failed ({self.process.returncode}): {last}"}
-
-
-def site_folders(lib):
-    try:
-        names = sorted(os.listdir(lib))
-    except OSError:
-        return []
-    return [os.path.join(lib, name, "site-packages") for name in names if name.startswith("python3")]

@@ -18,7 +18,7 @@ SCHEMA = 1
 HEARTBEAT = 5.0
 """Seconds between two heartbeats in state.json."""
 
-STRAY_WAIT = 10.0
+STRAY_WAIT = 5.0
 """Seconds that processes of the run may outlive the trainer before they are ended."""
 
 RESERVE = 16384

@@ -188,7 +188,7 @@ def test_a_stop_request_may_shorten_the_grace_period(run: Run) -> None:
 
 def test_what_the_trainer_leaves_behind_is_ended(run: Run, monkeypatch: pytest.MonkeyPatch) -> None:
     """A daemon that left the group and the session and ignores TERM."""
-    source = Path(SUPERVISOR).read_text().replace("STRAY_WAIT = 10.0", "STRAY_WAIT = 0.3")
+    source = Path(SUPERVISOR).read_text().replace("STRAY_WAIT = 5.0", "STRAY_WAIT = 0.3")
     quick = run.dir / "supervisor.py"
     quick.write_text(source)
     monkeypatch.setattr(sys.modules[__name__], "SUPERVISOR", str(quick))
