@@ -147,7 +147,7 @@ class _Case:
         if roots:
             return self._say("stalled", self._root(roots), others=kept, confidence="likely")
         s = self.main
-        line, text = (s.progress_line, s.progress_text) if s.progress_line else (s.lines, s.last_text)
+        line, text = (s.progress_line, s.progress_text) if s.progress_line else (s.last_line, s.last_text)
         cls = "hang-no-output"
         if s.compile_line and s.compile_line[0] > s.progress_line:
             line, text = s.compile_line
@@ -275,7 +275,8 @@ class _Case:
             if cls == "unknown" and not f.survived:
                 return Finding("unknown", 9, "root", f.line, f.text, f.line, "line", f.rank, file=f.file)
         s = self.main
-        return Finding(cls, 4, "root", s.lines, s.last_text, s.lines, "exit", file=s.file)
+        line, text = s.anomaly if cls == "unknown" and s.anomaly else (s.last_line, s.last_text)
+        return Finding(cls, 4, "root", line, text, line, "exit", file=s.file)
 
     def _from_code(self) -> Finding | None:
         """What the exit code alone tells, where the log is silent."""
@@ -324,7 +325,7 @@ class _Case:
             s.cause.format_map(values) if s else "",
             tuple(a.format_map(values) for a in s.advice) if s else ("read the lines above the root line",),
             s.retry if s else "once",
-            tuple(self.fired),
+            fired=tuple(self.fired),
         )
 
 

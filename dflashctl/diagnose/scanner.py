@@ -20,13 +20,16 @@ _SURVIVED = re.compile(
 )
 _NOT_SURVIVED = re.compile(r"(?i)\b(?:giving up|gave up|no more retries|retries exhausted|after \d+ (?:retries|attempts)|cannot|can't|unable to|failed to)\b")
 _QUOTE_OPEN = re.compile(
-    r"(?i)^\W{2,}\s*(?:\w+\s){0,2}?(?:sample|generation|generated|completion|prompt|response|output|example|rollout)s?\b"
+    r"(?i)^[^\w\s]{2,}\s*(?:\w+\s){0,2}?(?:sample|generation|generated|completion|prompt|response|output|example|rollout)s?\b"
 )
-_QUOTE_CLOSE = re.compile(r"(?i)^\W{2,}\s*(?:end\b|/?(?:sample|generation|completion|prompt|response))")
+_QUOTE_CLOSE = re.compile(r"(?i)^[^\w\s]{2,}\s*(?:end\b|/?(?:sample|generation|completion|prompt|response))")
 _TURN = re.compile(r"^<\|?/?(?:user|assistant|system|im_start|im_end)\b")
 _ELASTIC_ROOT = re.compile(r"^Root Cause \(first observed failure\):")
 _ELASTIC_KEYS = ("time  ", "host  ", "rank  ", "exitcode ", "error_file:", "traceback :")
 _ELASTIC_EDGE = re.compile(r"^[=-]{20,}\s*$")
+_ANOMALY = re.compile(
+    r"(?i)\b(?:error|fatal|failed|failure|abort(?:ed|ing)?|assert(?:ion)?|panic|exception|cannot|unable to|died|crash(?:ed)?)\b"
+)
 _TORCH = re.compile(r"\btorch[ =:]+v?(\d+\.\d+(?:\.\d+)?)")
 
 QUOTE_LIMIT = 400
@@ -57,7 +60,7 @@ class Scanner:
         self._ignored_next: dict[str, bool] = {}
         self._quote = 0
         self._epilogue = 0
-        self.lines = 0
+        self.last_line = 0
         self.last_text = ""
         self.time: float | None = None
         self.reset()
@@ -74,6 +77,7 @@ class Scanner:
         self.compile_line: tuple[int, str] | None = None
         self.nonfinite: Finding | None = None
         self.banner = 0
+        self.anomaly: tuple[int, str] | None = None
         self.torch = ""
         self.first_time: float | None = None
 
@@ -86,13 +90,12 @@ class Scanner:
 
     def feed(self, number: int, raw: bytes) -> None:
         line = ln.parse(number, raw)
-        self.lines = number
         stamp = ln.stamp(line.raw)
         if stamp is not None:
             self.time = stamp
             self.first_time = stamp if self.first_time is None else self.first_time
         if line.text.strip():
-            self.last_text = line.text.strip()[:200]
+            self.last_line, self.last_text = number, line.text.strip()[:200]
         if self._in_quote(line):
             return
         if not self._in_block(line):
@@ -106,7 +109,7 @@ class Scanner:
         """Lines were left out that say nothing but that `progress` steps were done."""
         self.progress += progress
         if progress:
-            self.nonfinite = None
+            self.nonfinite = self.anomaly = None
 
     def ordered(self, order: int) -> None:
         """Its place among the files of the run: the first one named is believed first where no clock decides."""
@@ -253,6 +256,7 @@ class Scanner:
                 s.name, s.tier, s.role, line.number, text, line.number, "progress", line.rank, file=self.file
             )
         self.progress += 1
+        self.anomaly = None
         self.progress_line, self.progress_text = line.number, text
         clock = ln.clock(line.raw)
         if clock is not None:
@@ -275,6 +279,8 @@ class Scanner:
 
     def _match(self, line: Line, text: str) -> None:
         quiet = line.level in ("D", "I", "W")
+        if self.anomaly is None and not quiet and _ANOMALY.search(text):
+            self.anomaly = (line.number, text)
         kind = "" if quiet else exception_type(text)
         if kind == "ChildFailedError" or kind.endswith("Warning"):
             return
@@ -323,6 +329,7 @@ def opens_something(line: Line) -> bool:
         or _TURN.match(text)
         or _ELASTIC_ROOT.match(text)
         or _TORCH.search(text)
+        or (_ANOMALY.search(text) and line.level not in ("D", "I", "W"))
         or (exception_type(text) and line.level not in ("D", "I", "W"))
     )
 

@@ -118,7 +118,9 @@ class Traceback:
 
     def continues(self, line: Line) -> bool:
         """Whether a further header belongs to this chain: after a link, or where the text names it (`Original`)."""
-        return self.linked or self.open or not _FIRST.match(line.text)
+        if self.linked or self.open or not _FIRST.match(line.text):
+            return True
+        return self.tail > 0 and bool(_RAISED_ELSEWHERE.match(self.chain[-1].text))
 
     def add(self, line: Line) -> bool:
         """Takes the line if it belongs to the open traceback."""
