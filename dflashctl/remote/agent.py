@@ -5,6 +5,7 @@ the reader. Standard library only, Python >= 3.9. Started by the bootstrap in se
 """
 
 import base64
+import json
 import os
 import platform
 import pwd
@@ -97,14 +98,14 @@ class Agent:
         self.probes = {}
 
     def send(self, frame):
-        data = memoryview(self.mark + supervisor.json.dumps(frame).encode() + b"\n")
+        data = memoryview(self.mark + json.dumps(frame).encode() + b"\n")
         while data:
             data = data[os.write(self.out, data) :]
 
     def serve(self):
         self.send({"begin": begin()})
         while True:
-            request = supervisor.json.loads(self.source.line())
+            request = json.loads(self.source.line())
             if "cancel" not in request:  # one that comes too late names a stream that has ended by itself
                 self.answer(request)
 
@@ -312,7 +313,6 @@ def main(header):
     os.umask(0o022)
     signal.signal(signal.SIGINT, signal.SIG_IGN)  # Ctrl-C over there is told to us by the end of stdin
     out = os.dup(1)
-    os.set_inheritable(out, False)
     os.dup2(2, 1)  # nothing but frames may reach the reader from here on
     agent = Agent(header["nonce"], Input(), out)
     try:

@@ -52,7 +52,10 @@ def unit_argv(run_id, run_dir, python, grace):
     }
     options = [f"--property={name}={value}" for name, value in properties.items()]
     head = ["systemd-run", "--quiet", f"--unit={unit_name(run_id)}", f"--description=dflash run {run_id}"]
-    return [*head, *options, *supervisor_argv(run_dir, python)]
+    program = [
+        word.replace("$", "$$") for word in supervisor_argv(run_dir, python)
+    ]  # systemd expands variables
+    return [*head, *options, *program]
 
 
 def supervisor_argv(run_dir, python):
