@@ -39,9 +39,10 @@ _PROGRESS = re.compile(
     | \bepoch\b [\s"'=:\[#|]* \d .* (?:\bloss|\bce\b|batch|\d+/\d+)
     | \[\d+/\d+\]
     | ["']?\b(?:train_|lm[_ ]|total_)?loss["']?\s*[:=|]?\s*(?:[-+]?\.?\d|[-+]?nan\b|[-+]?inf)
-    | \d+/\d+\s*\[[\d:]+<
+    | \d[\d.]*[kMG]?/\d[\d.]*[kMG]?\s*\[[\d:]+<
     """
 )
+_RATE = re.compile(r"\d ?(?:[kMG]?i?B|it|\w{2,12})/s\b|\ds/\w{2,12}\b")
 _AT_ZERO = re.compile(r"\b0/\d+ \[\d\d:\d\d<\?")
 _MEASURE = re.compile(
     r"(?i)\b(?:loss|ce|lr|learning_rate|tok/s|it/s|s/it|samples/s|wps|gnorm|grad_norm|sps|img/s|tokens_per_s\w*"
@@ -145,7 +146,7 @@ def is_progress(text: str) -> bool:
     text = text[:2000]
     if not _PROGRESS.search(text) or _AT_ZERO.search(text):
         return False
-    return bool(_MEASURE.search(text) or "it/s" in text or "s/it" in text)
+    return bool(_MEASURE.search(text) or _RATE.search(text))
 
 
 def is_finish(text: str) -> bool:
