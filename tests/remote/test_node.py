@@ -233,12 +233,12 @@ def test_a_shutdown_of_the_container_stops_the_run_with_grace(own_container: tup
 def test_odd_characters_in_the_path_reach_the_unit_unchanged(
     place: Place, container: Container, name: str
 ) -> None:
-    place.host = dataclasses.replace(place.host, workspace="/workspace/a $HOME %n 'é")
+    place.host = dataclasses.replace(place.host, workspace="/workspace/a ${HOME} $USER %n 'é")
     with place.session() as session:
         answer = place.start(session, name, "import os; print(os.getcwd())")
         assert answer["note"] == ""
         assert answer["state"]["unit"] == f"dflash-{name}"
         assert place.ended(session, name)["exit_code"] == 0
         assert session.call("snapshot", run_id=name, want_gpu=False)["log"]["lines"] == [
-            "/workspace/a $HOME %n 'é"
+            "/workspace/a ${HOME} $USER %n 'é"
         ]
