@@ -61,37 +61,37 @@ def test_the_main_job(cli, quick, runner):
     resumed = cli("launch", "--resume", "real", "--wait", "150", timeout=170)
     assert resumed.returncode == 0, resumed.stdout + resumed.stderr
     assert "already deployed" in resumed.stdout
-    manifest = json.loads(
-        (
-            runner.run_dir(cli("status", "--json").stdout.split('"run_id": "')[1].split('"')[0])
-            / "manifest.json"
-        ).read_text()
-    )
+    run_id = json.loads(cli("status", "--json").stdout)["run_id"]
+    manifest = json.loads((runner.run_dir(run_id) / "manifest.json").read_text())
     assert manifest["resume"].endswith("/runs/real")
     assert manifest["run_id"].startswith("real-")
     assert cli("stop", timeout=90).returncode == 0
 
-
-def test_a_dry_run_shows_commands_and_hides_secrets(cli, quick, runner):
-    (cli.home / "secrets").write_text("# tokens\nHF_TOKEN=s3cret-in-file\nFROM_HERE\n")
-    shown = cli(
-        "launch", "-c", quick, "--dry-run", "-e", "OTHER=s3cret-typed", "--env-file", "secrets", env={"FROM_HERE": "s3cret-here"}
-    )  # fmt: skip
-    assert shown.returncode == 0, shown.stderr
-    assert "HF_TOKEN=***" in shown.stdout
-    assert "s3cret" not in shown.stdout + shown.stderr
-    assert "-m trainer train" in shown.stdout
-    assert shown.stdout.endswith("nothing was started\n")
-    assert not list((runner.workspace / "dflash").glob("runs/*"))
+    (cli.home / "gone.toml").write_text('[data]\npath = "bundled:tiny/none.jsonl"\n')
+    failed = cli("launch", "-c", "gone.toml", "--wait", "100", timeout=120)
+    assert failed.returncode == 3
+    assert "FAILED" in failed.stdout
+    assert "none.jsonl" in failed.stdout
 
 
-def test_without_hosts_file_and_config_it_says_what_it_takes(bare_cli):
+def test_dry_runs_say_what_is_taken_show_commands_and_hide_secrets(bare_cli):
     shown = bare_cli("launch", "--dry-run")
     assert shown.returncode == 0, shown.stderr
     assert "no hosts.toml: training on this machine" in shown.stderr
     assert "the bundled demo (tiny)" in shown.stderr
     assert shown.stdout.startswith("local   reachable")
     assert "/runs/tiny-" in shown.stdout
+
+    (bare_cli.home / "quick.toml").write_text(QUICK)
+    (bare_cli.home / "secrets").write_text("# tokens\nHF_TOKEN=s3cret-in-file\nFROM_HERE\n")
+    options = ("-e", "OTHER=s3cret-typed", "--env-file", "secrets")
+    shown = bare_cli("launch", "-c", "quick.toml", "--dry-run", *options, env={"FROM_HERE": "s3cret-here"})
+    assert shown.returncode == 0, shown.stderr
+    assert "HF_TOKEN=***" in shown.stdout
+    assert "s3cret" not in shown.stdout + shown.stderr
+    assert "-m trainer train" in shown.stdout
+    assert shown.stdout.endswith("nothing was started\n")
+    assert not list((bare_cli.home / "data").glob("**/runs/*"))
 
 
 @pytest.mark.parametrize(
@@ -125,15 +125,6 @@ def test_bad_input(cli, args, code, words):
     assert "s3cret" not in shown.stderr
     assert "Traceback" not in shown.stderr
     assert shown.stdout == ""
-
-
-@pytest.mark.slow
-def test_a_run_that_fails_in_the_wait_shows_why(cli):
-    (cli.home / "gone.toml").write_text('[data]\npath = "bundled:tiny/none.jsonl"\n')
-    shown = cli("launch", "-c", "gone.toml", "--wait", "100", timeout=120)
-    assert shown.returncode == 3
-    assert "FAILED" in shown.stdout
-    assert "none.jsonl" in shown.stdout
 
 
 def test_scripts_write_what_the_trainer_writes():

@@ -68,9 +68,20 @@ def test_what_is_not_as_it_should_be(there, change, code, words):
     if not args:
         file = there.home / "hosts.toml"
         file.write_text(file.read_text().replace(*change))
-    for command in (("status",), ("launch", "-c", "quick.toml"), ("logs",), ("stop",)):
-        shown = there(*command, *args)
-        assert shown.returncode == code, shown.stderr
-        assert words in shown.stderr
-        assert "\n  fix: " in shown.stderr
-        assert shown.stdout == ""
+    shown = there("status", *args)
+    assert shown.returncode == code, shown.stderr
+    assert words in shown.stderr
+    assert "\n  fix: " in shown.stderr
+    assert shown.stdout == ""
+
+
+def test_every_command_tells_a_stopped_container(there):
+    for command in (
+        ("launch", "-c", "quick.toml"),
+        ("logs",),
+        ("stop",),
+        ("status", "--wait", "5", "--json"),
+    ):
+        shown = there(*command, "-H", "ct201")
+        assert (shown.returncode, shown.stdout) == (8, "")
+        assert "container 201 on pve1 is stopped" in shown.stderr
