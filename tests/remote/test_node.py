@@ -13,7 +13,7 @@ from typing import Any
 import pytest
 
 from dflashctl import config, follow, stop
-from dflashctl.errors import ContainerError, PreflightError
+from dflashctl.errors import ConnectionLostError, ContainerError, PreflightError
 from dflashctl.remote import supervisor
 from dflashctl.remote.session import Session
 from dflashctl.transport import transport_for
@@ -155,6 +155,25 @@ def test_a_log_is_followed_through_a_connection_cut_on_purpose(
     assert lines == [f"line {i} {'é' * 50}" for i in range(60)]
     assert notices.count("reconnected") == 2
     assert notices.count("disconnected") >= 2
+
+
+def test_a_cut_connection_leaves_no_agent_in_the_container(
+    node: Node, container: Container, tmp_path: Path, name: str
+) -> None:
+    """lxc-attach passes no signal on; the end of stdin is what ends the agent."""
+    with FaultyProxy(node.port) as proxy:
+        place = Place(write_hosts_file(tmp_path / "hosts.toml", node, port=proxy.port))
+        session = place.session()
+        place.start(session, name, "import time\ntime.sleep(600)")
+        stream = session.stream("follow", run_id=name, offset=0)
+        assert "at" in next(stream)
+        agent = ["kill", "-0", str(session.begin["pid"])]
+        assert container.exec(agent, check=False).returncode == 0
+        proxy.cut()
+        wait_for(lambda: container.exec(agent, check=False).returncode != 0, 5)
+        with pytest.raises(ConnectionLostError):
+            next(stream)
+        assert stop.stop(place.session(), name, grace=5).was_running  # the run itself went on
 
 
 def test_python_missing_inside(place: Place) -> None:
