@@ -39,7 +39,9 @@ class TargetConfig:
 class DataConfig:
     """What to train on."""
 
-    path: str = "bundled:tiny/train.jsonl"  # a prepared folder, or chat JSONL that is prepared (once) into the cache
+    path: str = (
+        "bundled:tiny/train.jsonl"  # a prepared folder, or chat JSONL that is prepared (once) into the cache
+    )
     max_length: int = 3072  # tokens; longer rows are cut
     bucket_count: int = 8  # at most this many length buckets
 
@@ -64,7 +66,9 @@ class TrainConfig:
     batch_size: int = 8  # rows a drafter worker takes per step
     anchors: int = 512  # blocks drawn per row
     loss: str = "ce-decay"  # ce-decay | ce-dpace
-    gamma: float = 0.0  # decay of slot weights exp(-(k-1)/gamma); 0: by block size (7 for 16, 5 for 10, 4 for 8)
+    gamma: float = (
+        0.0  # decay of slot weights exp(-(k-1)/gamma); 0: by block size (7 for 16, 5 for 10, 4 for 8)
+    )
     dpace_alpha: float = 0.5
     learning_rate: float = 6e-4
     warmup_share: float = 0.04  # of all steps
@@ -159,7 +163,8 @@ def _build(cls: Any, raw: Any, source: str, prefix: str) -> Any:
         if key not in names:
             near = difflib.get_close_matches(key, names, 1)
             raise ConfigError(
-                f"{source}: unknown key `{prefix}{key}`" + (f"; did you mean `{prefix}{near[0]}`?" if near else "")
+                f"{source}: unknown key `{prefix}{key}`"
+                + (f"; did you mean `{prefix}{near[0]}`?" if near else "")
             )
         values[key] = _convert(hints[key], value, source, f"{prefix}{key}")
     return cls(**values)
@@ -183,7 +188,9 @@ def _convert(hint: Any, value: Any, source: str, key: str) -> Any:
     if hint is float and isinstance(value, int) and not isinstance(value, bool):
         return float(value)
     if not isinstance(value, hint) or (isinstance(value, bool) and hint is not bool):
-        raise ConfigError(f"{source}: `{key}` must be {hint.__name__}, not {type(value).__name__} ({value!r})")
+        raise ConfigError(
+            f"{source}: `{key}` must be {hint.__name__}, not {type(value).__name__} ({value!r})"
+        )
     return value
 
 
@@ -216,11 +223,23 @@ def _check(config: Config, source: str) -> None:
         (len(v.targets) >= 1, "devices.targets", "a list of at least one device, such as cuda:0 or cpu"),
         (len(v.drafters) >= 1, "devices.drafters", "a list of at least one device, such as cuda:0 or cpu"),
         (v.channel_depth >= 1, "devices.channel_depth", "at least 1"),
-        (config.target.dtype in ("auto", "float32", "bfloat16", "float16"), "target.dtype", "auto, float32, bfloat16 or float16"),
+        (
+            config.target.dtype in ("auto", "float32", "bfloat16", "float16"),
+            "target.dtype",
+            "auto, float32, bfloat16 or float16",
+        ),
         (config.runtime.compile in ("auto", "on", "off"), "runtime.compile", "auto, on or off"),
         # no float16: gradients would vanish without loss scaling
-        (config.runtime.drafter_dtype in ("auto", "float32", "bfloat16"), "runtime.drafter_dtype", "auto, float32 or bfloat16"),
-        (config.runtime.cuda_graphs in ("auto", "explicit", "off"), "runtime.cuda_graphs", "auto, explicit or off"),
+        (
+            config.runtime.drafter_dtype in ("auto", "float32", "bfloat16"),
+            "runtime.drafter_dtype",
+            "auto, float32 or bfloat16",
+        ),
+        (
+            config.runtime.cuda_graphs in ("auto", "explicit", "off"),
+            "runtime.cuda_graphs",
+            "auto, explicit or off",
+        ),
     ]
     for ok, key, want in rules:
         if not ok:

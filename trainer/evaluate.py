@@ -22,11 +22,12 @@ import torch
 
 from trainer.config import resolve
 from trainer.data.chat import ROLES
+from trainer.data.masking import load_tokenizer
 from trainer.export import load_drafter
 from trainer.modeling import ModelError
 from trainer.modeling.decoding import Generation, Sampler, decode, speculate
 from trainer.modeling.drafter import Drafter
-from trainer.modeling.target import Target, load_tokenizer
+from trainer.modeling.target import Target
 from trainer.runtime import devices
 
 SCHEMA = 1

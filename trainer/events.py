@@ -44,27 +44,44 @@ class Events:
 
     # One method an event, so that name, fields and wording have one home.
 
-    def start(self, *, run_id: str, torch: str, python: str, topology: str, seed: int, resumed_step: int) -> None:
+    def start(
+        self, *, run_id: str, torch: str, python: str, topology: str, seed: int, resumed_step: int
+    ) -> None:
         line = f"dflash trainer: torch {torch}, python {python}, {topology}, seed {seed}"
         if resumed_step:
             line += f", resumed at step {resumed_step}"
-        self.emit("start", line, run_id=run_id, torch=torch, python=python, topology=topology, seed=seed, resumed_step=resumed_step)
+        self.emit(
+            "start",
+            line,
+            run_id=run_id,
+            torch=torch,
+            python=python,
+            topology=topology,
+            seed=seed,
+            resumed_step=resumed_step,
+        )
 
     def dataset(self, *, samples: int, seconds: float) -> None:
-        self.emit("dataset", f"Loaded dataset: {samples:,} samples", samples=samples, seconds=round(seconds, 3))
+        self.emit(
+            "dataset", f"Loaded dataset: {samples:,} samples", samples=samples, seconds=round(seconds, 3)
+        )
 
     def buckets(self, *, buckets: list[dict[str, Any]], padding: float) -> None:
         """buckets: [{"length": tokens, "samples": n, "padding": share}]; padding: share over all, 0 to 1."""
         lengths = [b["length"] for b in buckets]
         self.emit(
             "buckets",
-            f"Batch buckets: {len(buckets)} ({min(lengths)}..{max(lengths)}), padding {padding:.1%}".replace("%", " %"),
+            f"Batch buckets: {len(buckets)} ({min(lengths)}..{max(lengths)}), padding {padding:.1%}".replace(
+                "%", " %"
+            ),
             buckets=buckets,
             padding=round(padding, 4),
         )
 
     def targets_loading(self, *, count: int) -> None:
-        self.emit("targets_loading", f"Loading {count} target model{'s' if count != 1 else ''}...", count=count)
+        self.emit(
+            "targets_loading", f"Loading {count} target model{'s' if count != 1 else ''}...", count=count
+        )
 
     def target_loading(self, *, index: int, device: str) -> None:
         self.emit("target_loading", f"Target {index} on {device}...", index=index, device=device)
@@ -77,44 +94,120 @@ class Events:
 
     def drafter_ready(self, *, index: int, device: str, seconds: float, compiled: bool) -> None:
         how = "compiled" if compiled else "warmed up"
-        self.emit("drafter_ready", f"Drafter {index} ready ({how} in {seconds:.1f} s)", index=index, device=device, seconds=round(seconds, 3), compiled=compiled)
+        self.emit(
+            "drafter_ready",
+            f"Drafter {index} ready ({how} in {seconds:.1f} s)",
+            index=index,
+            device=device,
+            seconds=round(seconds, 3),
+            compiled=compiled,
+        )
 
-    def step(self, *, step: int, steps: int, epoch: float, loss: float, eal: float, lr: float, grad_norm: float, samples_per_s: float, step_s: float, target_wait: float, drafter_wait: float) -> None:
+    def step(
+        self,
+        *,
+        step: int,
+        steps: int,
+        epoch: float,
+        loss: float,
+        eal: float,
+        lr: float,
+        grad_norm: float,
+        samples_per_s: float,
+        step_s: float,
+        target_wait: float,
+        drafter_wait: float,
+    ) -> None:
         """eal: teacher-forced expected acceptance length, tokens; waits: share of the time since the last event, 0 to 1."""
         self.emit(
             "step",
             f"step {step}/{steps}  loss {loss:.3f}  eal {eal:.2f}  lr {lr:.1e}  grad {grad_norm:.2f}  "
             f"{samples_per_s:.1f} samples/s  wait target {target_wait * 100:.0f} % drafter {drafter_wait * 100:.0f} %",
-            step=step, steps=steps, epoch=round(epoch, 4), loss=loss, eal=round(eal, 4), lr=lr, grad_norm=grad_norm,
-            samples_per_s=round(samples_per_s, 3), step_s=round(step_s, 5), target_wait=round(target_wait, 4), drafter_wait=round(drafter_wait, 4),
-        )  # fmt: skip
+            step=step,
+            steps=steps,
+            epoch=round(epoch, 4),
+            loss=loss,
+            eal=round(eal, 4),
+            lr=lr,
+            grad_norm=grad_norm,
+            samples_per_s=round(samples_per_s, 3),
+            step_s=round(step_s, 5),
+            target_wait=round(target_wait, 4),
+            drafter_wait=round(drafter_wait, 4),
+        )
 
     def checkpoint(self, *, step: int, path: str, seconds: float) -> None:
-        self.emit("checkpoint", f"Saved checkpoint at step {step} ({seconds:.1f} s): {path}", step=step, path=path, seconds=round(seconds, 3))
+        self.emit(
+            "checkpoint",
+            f"Saved checkpoint at step {step} ({seconds:.1f} s): {path}",
+            step=step,
+            path=path,
+            seconds=round(seconds, 3),
+        )
 
     def nonfinite(self, *, step: int, what: str, action: str, count: int) -> None:
-        self.emit("nonfinite", f"Non-finite {what} at step {step}: {action} ({count} so far)", step=step, what=what, action=action, count=count)
+        self.emit(
+            "nonfinite",
+            f"Non-finite {what} at step {step}: {action} ({count} so far)",
+            step=step,
+            what=what,
+            action=action,
+            count=count,
+        )
 
     def evaluating(self, *, what: str, prompts: int) -> None:
         """what: "untrained" or "trained"."""
-        self.emit("evaluating", f"Evaluating the {what} drafter on {prompts} prompts...", what=what, prompts=prompts)
+        self.emit(
+            "evaluating", f"Evaluating the {what} drafter on {prompts} prompts...", what=what, prompts=prompts
+        )
 
-    def evaluation(self, *, what: str, acceptance_length: float, identical: int | None, ties: int, prompts: int, tokens_per_s: float, plain_tokens_per_s: float, temperature: float) -> None:
-        """identical: prompts whose greedy output equals plain decoding's, None where sampled; ties: of the others, those that part where plain decoding's two best are equal within rounding."""
+    def evaluation(
+        self,
+        *,
+        what: str,
+        acceptance_length: float,
+        identical: int | None,
+        ties: int,
+        prompts: int,
+        tokens_per_s: float,
+        plain_tokens_per_s: float,
+        temperature: float,
+    ) -> None:
+        """Of one measurement.
+
+        Args:
+            identical: prompts whose greedy output equals plain decoding's; None where sampled.
+            ties: of the others, those that part where plain decoding's two best are equal within rounding.
+        """
         same = ""
         if identical is not None:
             same = f"; greedy output identical to plain decoding {identical}/{prompts}"
             if ties:
                 same += f", {ties} part at a tie"
+        speed = f"{tokens_per_s:.0f} tokens/s, plain {plain_tokens_per_s:.0f}"
         self.emit(
             "evaluation",
-            f"Acceptance length {acceptance_length:.2f} ({what}, T={temperature:g}, {prompts} prompts{same}; {tokens_per_s:.0f} tokens/s, plain {plain_tokens_per_s:.0f})",
-            what=what, acceptance_length=round(acceptance_length, 4), identical=identical, ties=ties, prompts=prompts,
-            tokens_per_s=round(tokens_per_s, 2), plain_tokens_per_s=round(plain_tokens_per_s, 2), temperature=temperature,
-        )  # fmt: skip
+            f"Acceptance length {acceptance_length:.2f} "
+            f"({what}, T={temperature:g}, {prompts} prompts{same}; {speed})",
+            what=what,
+            acceptance_length=round(acceptance_length, 4),
+            identical=identical,
+            ties=ties,
+            prompts=prompts,
+            tokens_per_s=round(tokens_per_s, 2),
+            plain_tokens_per_s=round(plain_tokens_per_s, 2),
+            temperature=temperature,
+        )
 
     def failed(self, *, worker: str, device: str, step: int, error: str) -> None:
-        self.emit("failed", f"{worker} on {device} failed at step {step}: {error}", worker=worker, device=device, step=step, error=error)
+        self.emit(
+            "failed",
+            f"{worker} on {device} failed at step {step}: {error}",
+            worker=worker,
+            device=device,
+            step=step,
+            error=error,
+        )
 
     def end(self, *, status: str, step: int) -> None:
         """status: finished | stopped | failed."""

@@ -20,11 +20,12 @@ from trainer.data.batches import BatchPlan
 from trainer.data.buckets import plan_buckets
 from trainer.data.dataset import Dataset
 from trainer.data.errors import DataError
+from trainer.data.masking import load_tokenizer
 from trainer.data.prepare import describe, prepare_cached
 from trainer.evaluate import evaluate, read_prompts
 from trainer.events import Events
 from trainer.modeling.layout import DrafterConfig
-from trainer.modeling.target import Target, load_config, load_tokenizer
+from trainer.modeling.target import Target, load_config
 from trainer.pipeline.channel import Stopped
 from trainer.pipeline.crew import Crew
 from trainer.pipeline.drafters import Start
@@ -119,11 +120,12 @@ class Run:
             seed=config.train.seed,
             resumed_step=self._done,
         )
+        dataset, batches = self._open_data(config)
         if config.evaluate.prompts:  # read now: a wrong path is not to come to light after training
             tokenizer = load_tokenizer(self._path(config.target.model))
             prompts = self._path(config.evaluate.prompts)
-            self._prompts = read_prompts(prompts, tokenizer, config.evaluate.count)
-        dataset, batches = self._open_data(config)
+            arguments = dataset.meta.get("template_arguments")  # the mode that the drafter is trained in
+            self._prompts = read_prompts(prompts, tokenizer, config.evaluate.count, arguments)
         settings = checkpoint.settings(config, fingerprint(dataset))
         start = Start()
         if found is not None:
@@ -205,7 +207,13 @@ class Run:
         path = self._path(config.data.path)
         if path.is_file():
             target = self._path(config.target.model)
-            path = prepare_cached([path], target, config.data.max_length, self._cache())
+            path = prepare_cached(
+                [path],
+                target,
+                config.data.max_length,
+                self._cache(),
+                tell=lambda line: print(line, flush=True),
+            )
         dataset = Dataset.open(path)
         events.dataset(samples=len(dataset), seconds=time.monotonic() - began)
         if "rejected" in dataset.meta:

@@ -13,8 +13,9 @@ import torch
 from tools.make_tiny_target import CONTEXT, MASK, TASKS, VOCABULARY, Rows, answer, held_out, spell
 from trainer import config as settings
 from trainer.config import resolve
+from trainer.data.masking import load_tokenizer
 from trainer.modeling.layout import DrafterConfig
-from trainer.modeling.target import load_config, load_tokenizer
+from trainer.modeling.target import load_config
 
 PROFILE = resolve("bundled:tiny")
 TARGET = PROFILE / "target"

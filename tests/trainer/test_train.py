@@ -140,7 +140,7 @@ def test_the_number_of_targets_changes_nothing(
 
 
 def test_drafters_average_their_gradients(tmp_path: Path, start: Start, trainings: list[Training]) -> None:
-    """One step of D = 2 equals a hand-made step with the mean of two batches' gradients."""
+    """One step of D = 2 equals a hand-made step on the loss of both batches taken together."""
     assert start("run", 1, 2, train={"steps": 1, "clip": 0.0}) == 0
     (training,) = trainings
     plan = training.plan
@@ -150,17 +150,19 @@ def test_drafters_average_their_gradients(tmp_path: Path, start: Start, training
     alone = drafters.DrafterWorker(worker.crew, 0, plan, *joined, drafters.Start(), *frozen, None)
     alone._build()
     target = training.targets[0]
-    gradients, losses = [], []
+    gradients, losses, weights = [], [], []
     with Prefetcher(plan.dataset, plan.batches, [0, 1], count=6, block_size=4) as batches:
         for prepared in batches:
             alone.flat.gradients.zero_()
             out = alone._loss(target._compute(prepared, alone.device).batch)
-            out.loss.backward()
-            losses.append(out.loss.item())
+            (out.loss * out.weight).backward()
+            losses.append(out.loss.item() * out.weight.item())
+            weights.append(out.weight.item())
             gradients.append(alone.flat.gradients.clone())
     assert not torch.equal(*gradients)
-    assert _losses(tmp_path / "runs/run") == [pytest.approx(sum(losses) / 2)]
-    alone.optimizer.gradient.copy_((gradients[0] + gradients[1]) / 2)
+    assert weights[0] != weights[1]
+    assert _losses(tmp_path / "runs/run") == [pytest.approx(sum(losses) / sum(weights))]
+    alone.optimizer.gradient.copy_((gradients[0] + gradients[1]) * (1 / torch.tensor(sum(weights))))
     alone.optimizer.step(3e-3)
     torch.testing.assert_close(alone.optimizer.masters, worker.optimizer.masters, rtol=0, atol=0)
 

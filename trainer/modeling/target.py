@@ -213,14 +213,6 @@ def load_config(path: str | Path) -> Any:
         return AutoConfig.from_pretrained(**_source(Path(path)))
 
 
-def load_tokenizer(path: str | Path) -> Any:
-    """A target's tokenizer. Raises ModelError."""
-    from transformers import AutoTokenizer
-
-    with _explained(Path(path)):
-        return AutoTokenizer.from_pretrained(**_source(Path(path)))
-
-
 def _source(path: Path) -> dict[str, Any]:
     """How from_pretrained is told of a folder or a GGUF file. Raises ModelError when neither is there."""
     if path.is_file() and path.suffix == ".gguf":

@@ -16,13 +16,16 @@ from trainer.runtime.devices import Device, Mark
 class Share(NamedTuple):
     """What one drafter worker brings to a step."""
 
-    gradients: Tensor  # [N], compute dtype, on its device
+    gradients: Tensor  # [N], compute dtype, on its device: of its loss times its weight
     metrics: Tensor  # float32 [M], on its device
-    mark: Mark  # when both are complete
+    weight: Tensor  # float32 [], on its device: the denominator of its loss
+    mark: Mark  # when all are complete
 
 
 class Exchange:
     """Averages over D drafter workers, always summed in the order 0..D-1, in float32: every worker gets the same bits.
+
+    The average is weighted, so that D workers' losses make the loss of their batches taken together.
 
     Args:
         size: D.
@@ -48,7 +51,7 @@ class Exchange:
         self._shares[index] = share
         self._step = step
         self._meet(self._brought)
-        metrics = torch.zeros_like(share.metrics)
+        metrics, weight = torch.zeros_like(share.metrics), torch.zeros_like(share.weight)
         for other, theirs in enumerate(self._shares):
             assert theirs is not None
             gradients = device.fetch(theirs.gradients, theirs.mark)
@@ -56,10 +59,12 @@ class Exchange:
                 out.copy_(gradients)
             else:
                 out.add_(gradients)
-            metrics += device.fetch(theirs.metrics, theirs.mark)
-        if self._size > 1:
-            out.div_(self._size)
-            metrics /= self._size
+            theirs_weight = device.fetch(theirs.weight, theirs.mark)
+            metrics += device.fetch(theirs.metrics, theirs.mark) * theirs_weight
+            weight += theirs_weight
+        scale = torch.where(weight > 0, 1 / weight, 0)  # no label in any batch: nothing is learned
+        out.mul_(scale)
+        metrics *= scale
         self._taken[index] = device.mark()
         self._meet(self._read)
         for mark in self._taken:

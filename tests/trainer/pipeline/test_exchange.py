@@ -28,7 +28,7 @@ def _run(size: int, steps: int, work: object) -> None:
 @pytest.mark.parametrize("size", [1, 2, 3, 5])
 @pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16])
 def test_the_sum_is_taken_in_drafter_order(size: int, dtype: torch.dtype) -> None:
-    """((g0 + g1) + g2) / D in float32, whoever comes first; overwriting one's share afterwards harms nobody."""
+    """((g0 + g1) + g2) / (w0 + w1 + w2) in float32, whoever comes first; overwriting one's share harms nobody."""
     steps, length = 20, 257
     data = torch.randn(steps, size, length, generator=torch.Generator().manual_seed(size)).to(dtype)
     exchange = Exchange(size, lambda step: None)
@@ -41,7 +41,8 @@ def test_the_sum_is_taken_in_drafter_order(size: int, dtype: torch.dtype) -> Non
             if (step + index) % 3 == 0:
                 time.sleep(0.0005)
             gradients.copy_(data[step, index])
-            share = Share(gradients, torch.tensor([float(index), step]), CPU.mark())
+            weight = torch.tensor(index + 1.0)
+            share = Share(gradients, torch.tensor([float(index), step]), weight, CPU.mark())
             metrics[step, index] = exchange.average(index, CPU, step, share, results[step, index])
             gradients.fill_(torch.nan)
 
@@ -50,9 +51,18 @@ def test_the_sum_is_taken_in_drafter_order(size: int, dtype: torch.dtype) -> Non
         want = data[step, 0].float()
         for other in range(1, size):
             want = want + data[step, other].float()
-        want = want / size
+        weights = range(1, size + 1)
+        want = want * (1 / torch.tensor(float(sum(weights))))
+        mean = sum(w * (w - 1) for w in weights) / sum(weights)
         assert all(torch.equal(results[step, i], want) for i in range(size))
-        assert all(metrics[step, i].tolist() == pytest.approx([(size - 1) / 2, step]) for i in range(size))
+        assert all(metrics[step, i].tolist() == pytest.approx([mean, step]) for i in range(size))
+
+
+def test_workers_without_labels_teach_nothing() -> None:
+    exchange, out = Exchange(1, lambda step: None), torch.empty(3)
+    share = Share(torch.zeros(3), torch.tensor([5.0]), torch.tensor(0.0), CPU.mark())
+    assert exchange.average(0, CPU, 1, share, out).tolist() == [0.0]
+    assert out.tolist() == [0.0, 0.0, 0.0]
 
 
 def test_all_leave_after_the_same_step() -> None:
@@ -66,7 +76,11 @@ def test_all_leave_after_the_same_step() -> None:
         while step < course.last:
             step += 1
             exchange.average(
-                index, CPU, step, Share(torch.zeros(3), torch.zeros(1), CPU.mark()), torch.zeros(3)
+                index,
+                CPU,
+                step,
+                Share(torch.zeros(3), torch.zeros(1), torch.ones(()), CPU.mark()),
+                torch.zeros(3),
             )
         last[index] = step
 
@@ -81,7 +95,7 @@ def test_all_leave_after_the_same_step() -> None:
 @pytest.mark.parametrize("when", ["before", "during"])
 def test_abort_wakes_who_waits(when: str) -> None:
     exchange = Exchange(2, lambda step: None)
-    share = Share(torch.zeros(3), torch.zeros(1), CPU.mark())
+    share = Share(torch.zeros(3), torch.zeros(1), torch.ones(()), CPU.mark())
     left = threading.Event()
 
     def wait() -> None:
