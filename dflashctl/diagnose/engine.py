@@ -11,6 +11,7 @@ Rules, in the order they are applied:
 
 from __future__ import annotations
 
+import re
 import statistics
 from dataclasses import replace
 from collections.abc import Iterable, Mapping, Sequence
@@ -29,9 +30,12 @@ STALL_UNKNOWN_S = 600.0
 """Silence that is a stall where the log tells no interval."""
 SURVIVED_STEPS = 3
 """Progress lines after an error from which it is taken as survived in a run that has ended since."""
+NONFINITE_STEPS = 3
+"""Progress lines in a row with a loss or norm that is not finite, from which it counts: one alone is skipped by scalers."""
 SPINNING_W = 150.0
 """A GPU at full utilisation below this power waits in a kernel (NCCL) instead of computing."""
 
+_GPU_WORDS = re.compile(r"(?i)\bcuda\b|\bgpus?\b|nvidia")
 _SIGNALS = {
     "SIGKILL": 137,
     "SIGSEGV": 139,
@@ -79,7 +83,7 @@ class _Case:
         self.scanners = scanners
         self.main = max(scanners, key=lambda s: (s.progress_line > 0, s.time or 0.0, -scanners.index(s)))
         self.findings = [f for s in scanners for f in s.findings]
-        self.nonfinite = next((s.nonfinite for s in scanners if s.nonfinite is not None), None)
+        self.nonfinite = next((s.nonfinite for s in scanners if s.nonfinite_steps >= NONFINITE_STEPS), None)
         self.progress = sum(s.progress for s in scanners)
         self.facts = facts
         self.signatures = signatures
@@ -137,6 +141,10 @@ class _Case:
         hardware = [f for f in kept if f.tier == 1]
         if hardware:
             return self._say("degraded", hardware[0], others=kept)
+        idle = self._idle_gpu()
+        lost = [f for f in self.findings if f.kind == "exception" and not (f.survived or f.weak)]
+        if idle and lost:
+            return self._say("degraded", self._root(lost), others=lost, confidence="likely")
         late = [f for f in kept if f.kind in ("exception", "thread") and not f.weak and f.role == "root"]
         if late and isinstance(silent, (int, float)) and silent > 60:
             return self._say("degraded", self._root(late), others=kept, confidence="likely")
@@ -166,6 +174,11 @@ class _Case:
             max(STALL_FLOOR_S, STALL_STEPS * statistics.median(gaps)) if len(gaps) >= 3 else STALL_UNKNOWN_S
         )
         return patience * 3 if self._working() else patience
+
+    def _idle_gpu(self) -> bool:
+        """Whether a GPU does nothing while others work."""
+        util = [u for u in _numbers(self.facts.get("gpu_util_pct")) if u is not None]
+        return len(util) > 1 and min(util) <= 2 and max(util) >= 50
 
     def _working(self) -> bool:
         """Whether GPUs or compile workers are busy with something that may take its time."""
@@ -225,6 +238,8 @@ class _Case:
         """Findings that the run did not survive."""
         kept = []
         for f in self.findings:
+            if f.kind == "hint":
+                continue
             if f.survived and (living or f.steps):
                 self._note(f, f"survived, the log says: {f.survived.strip()[:80]}")
             elif (living and f.steps and f.tier > 1) or (not living and self._outlived(f)):
@@ -250,7 +265,17 @@ class _Case:
             ranked.sort(key=lambda f: f.cls != "cgroup-oom")
         for f in ranked[1:]:
             self._note(f, f"a consequence or weaker evidence than line {ranked[0].line}")
-        return ranked[0]
+        return self._hinted(ranked[0])
+
+    def _hinted(self, root: Finding) -> Finding:
+        """A warning before an exception that speaks of the GPU, and says no more, is the better root."""
+        if root.cls not in ("user-exception", "no-nvidia-driver") or not _GPU_WORDS.search(root.text):
+            return root
+        hints = [f for f in self.findings if f.kind == "hint" and f.file == root.file and f.line < root.line]
+        if not hints:
+            return root
+        self._note(root, f"the warning in line {hints[-1].line} explains it")
+        return hints[-1]
 
     def _weight(self, f: Finding) -> tuple[float, int]:
         tier = float(f.tier)

@@ -57,7 +57,8 @@ _BANNER = re.compile(
     r"|dflash trainer: |.{0,40}starting workers for entrypoint|.*\bworker group FAILED\b.*attempts? left)"
 )
 _COMPILE = re.compile(
-    r"(?i)^(?!.*\b(compiled|finished|done|took|ready)\b).{0,60}\b(?:compil(?:e|ing)|inductor|autotun(?:e|ing)|shutdown_compile_workers)\b"
+    r"(?i)^(?!.*\b(compiled|finished|done|took|ready)\b).{0,60}\b(?:compil(?:e|ing)|inductor|autotun(?:e|ing))\b"
+    r"|.{0,250}\bshutdown_compile_workers\b"
 )
 
 

@@ -76,6 +76,7 @@ class Scanner:
         self.finish_at = 0
         self.compile_line: tuple[int, str] | None = None
         self.nonfinite: Finding | None = None
+        self.nonfinite_steps = 0
         self.banner = 0
         self.anomaly: tuple[int, str] | None = None
         self.torch = ""
@@ -109,7 +110,7 @@ class Scanner:
         """Lines were left out that say nothing but that `progress` steps were done."""
         self.progress += progress
         if progress:
-            self.nonfinite = self.anomaly = None
+            self.nonfinite, self.nonfinite_steps, self.anomaly = None, 0, None
 
     def ordered(self, order: int) -> None:
         """Its place among the files of the run: the first one named is believed first where no clock decides."""
@@ -249,11 +250,20 @@ class Scanner:
     def _progress(self, line: Line, text: str) -> None:
         found = self._signatures.match(text, "progress")
         if not found:
-            self.nonfinite = None  # finite again: it was skipped over
-        elif self.nonfinite is None:
-            s = found[0]
-            self.nonfinite = Finding(
-                s.name, s.tier, s.role, line.number, text, line.number, "progress", line.rank, file=self.file
+            self.nonfinite, self.nonfinite_steps = None, 0  # finite again: it was skipped over
+        else:
+            self.nonfinite_steps += 1
+            signature = found[0]
+            self.nonfinite = self.nonfinite or Finding(
+                signature.name,
+                signature.tier,
+                signature.role,
+                line.number,
+                text,
+                line.number,
+                "progress",
+                line.rank,
+                file=self.file,
             )
         self.progress += 1
         self.anomaly = None
@@ -291,6 +301,10 @@ class Scanner:
             self._blocks[line.stream] = block
             return
         found = self._signatures.match(text, *(("warn",) if quiet else ("line", "warn")))
+        hint = self._signatures.match(text, "hint") if found is None else None
+        if hint is not None:
+            s = hint[0]
+            self._add(Finding(s.name, s.tier, s.role, line.number, text, line.number, "hint", line.rank))
         if found is None or text.startswith(HINTS):
             return
         s, pattern, captures = found

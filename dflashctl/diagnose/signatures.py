@@ -19,7 +19,7 @@ else:
 
     import tomli as tomllib
 
-SCOPES = ("exception", "frame", "line", "warn", "epilogue", "progress")
+SCOPES = ("exception", "frame", "line", "warn", "hint", "epilogue", "progress")
 
 
 @dataclass(frozen=True)
@@ -61,7 +61,7 @@ class Signatures:
         for signature in signatures:
             for pattern in signature.patterns:
                 self._scoped[pattern.scope].append((signature, pattern))
-        loose = [pattern for scope in ("line", "warn") for _, pattern in self._scoped[scope]]
+        loose = [pattern for scope in ("line", "warn", "hint") for _, pattern in self._scoped[scope]]
         self._stems = _shortest({stem for pattern in loose for stem in pattern.needs})
         self._any_line = any(not pattern.needs for pattern in loose)
 
@@ -82,7 +82,7 @@ class Signatures:
         return weak
 
     def may_match(self, text: str) -> bool:
-        """Whether a line with this text, whatever its digits, could match in the scopes `line` and `warn`."""
+        """Whether a line with this text, whatever its digits, could match in a scope of loose lines."""
         low = text.lower()
         return self._any_line or any(stem in low for stem in self._stems)
 

@@ -193,7 +193,8 @@ class Traceback:
             found = signatures.match(text, "frame")
             if found:
                 return self._as_finding(error, found[0], number, text, found[2]), False
-        found = signatures.match(error.text, "exception")
+        # a KeyError's text is a key, not words about what happened
+        found = signatures.match(error.text, "exception") if error.type != "KeyError" else None
         if found:
             signature, pattern, captures = found
             finding = self._as_finding(error, signature, error.line, error.text, captures)
