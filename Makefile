@@ -21,7 +21,7 @@ $(INSTALLED): pyproject.toml constraints.txt tools/make_venv.sh
 	PIP_ARGS="$(PIP_ARGS)" sh tools/make_venv.sh "$(PYTHON)" "$(VENV)"
 
 demo: $(INSTALLED)
-	$(BIN)/dflashctl launch --host local --wait 120
+	$(BIN)/dflashctl launch --host local --wait 300
 	$(BIN)/dflashctl logs -f --host local
 	$(BIN)/dflashctl status --host local
 
