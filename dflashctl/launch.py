@@ -10,7 +10,7 @@ from typing import TYPE_CHECKING, Any
 
 from dflashctl import deploy, runs
 from dflashctl.config import Host, PctHost
-from dflashctl.errors import DflashError
+from dflashctl.errors import ConfigError, DflashError
 from dflashctl.preflight import judge, preflight
 from dflashctl.profile import Profile
 
@@ -74,6 +74,7 @@ def launch(
     Raises:
         PreflightError: a check failed; nothing was started.
         NotFoundError: no run `resume`.
+        ConfigError: CUDA_VISIBLE_DEVICES is among the variables.
         RunNameError, ConnectionLostError, and what the session raises.
     """
     begun = time.monotonic()
@@ -82,6 +83,13 @@ def launch(
     session.open()
     release = deploy.collect()
     variables = {**host.environment, **(environment or {})}
+    if (
+        "CUDA_VISIBLE_DEVICES" in variables
+    ):  # it renumbers them, and every check here would look at the wrong GPU
+        raise ConfigError(
+            "CUDA_VISIBLE_DEVICES can't be set for a run",
+            hint="name the GPUs instead: [devices] in the training config, or `devices` of the host in hosts.toml",
+        )
     resume_dir = session.call("config", run_id=resume)["path"] if resume else None
     tell("checking")
     facts = preflight(session, host, profile, release, variables)

@@ -17,7 +17,7 @@ import pytest
 
 from dflashctl import config, deploy, runs
 from dflashctl.config import Devices, Host
-from dflashctl.errors import ConnectionLostError, DflashError, NotFoundError, PreflightError
+from dflashctl.errors import ConfigError, ConnectionLostError, DflashError, NotFoundError, PreflightError
 from dflashctl.launch import Launched, launch
 from dflashctl.profile import load_profile
 from dflashctl.remote import supervisor
@@ -199,6 +199,11 @@ def test_the_dataset_is_missing(tmp_path: Path, session: Session, host: Host) ->
 def test_gpus_that_do_not_exist(session: Session, host: Host) -> None:
     host = dataclasses.replace(host, devices=Devices(("cuda:0",), ("cuda:9",)))
     refused(session, host, "cuda:9 does not exist on local: it has cuda:0, cuda:1")
+
+
+def test_renumbered_gpus_are_refused(session: Session, host: Host) -> None:
+    with pytest.raises(ConfigError, match="CUDA_VISIBLE_DEVICES can't be set"):
+        go(session, host, environment={"CUDA_VISIBLE_DEVICES": "3"})
 
 
 def test_the_workspace_is_a_file(runner: Runner, session: Session, host: Host) -> None:
