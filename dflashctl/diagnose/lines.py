@@ -12,7 +12,7 @@ LIMIT = 8192
 _ESCAPES = re.compile(r"\x1b(?:\[[0-9;:?<=>]*[ -/]*[@-~]|\][^\x07\x1b]*(?:\x07|\x1b\\)?|[@-Z\\-_])")
 _RANK = re.compile(r"\[(?:rank|default)[: ]?(\d{1,7})\]:\s?")
 _PREFIX = re.compile(
-    r"(?:"
+    r"^(?:"
     r"\((?P<ray>[\w.:-]+ (?:pid=\d+|rank=\d+)[^)]{0,80}\)) "  # ray
     r"|(?P<mpi>\[\d+,\d+\]<std(?:out|err)>:)\s?"  # mpirun --tag-output
     r"|\s{0,6}(?P<label>\d{1,6}): (?=\S|\s{2,}\S)"  # srun --label
@@ -25,9 +25,8 @@ _PREFIX = re.compile(
     r")"
 )
 _LOGGER = re.compile(
-    r"^(?:\[?\d{4}-\d\d-\d\d[T ]\d\d:\d\d:\d\d(?:[.,]\d+)?Z?\]?\s*)?"
-    r"(?:[-|:\s]*\[?[\w./:<>-]{0,60}\]?\s*[-|:]+\s*|[-|:\s]*)?"
-    r"\[?(?P<level>DEBUG|INFO|WARNING|WARN|ERROR|CRITICAL|FATAL)\b\]?[\s:|>-]*"
+    r"^\[?(?:\d{4}-\d\d-\d\d[T ]\d\d:\d\d:\d\d(?:[.,]\d{1,9})?Z?)?[^A-Za-z]{0,60}(?:[A-Za-z][\w./-]{0,60}[^A-Za-z]{1,30})?"
+    r"(?P<level>DEBUG|INFO|WARNING|WARN|ERROR|CRITICAL|FATAL)\b"
 )
 _GLOG = re.compile(r"^\[?([IWEF])(?:\d{4} \d\d:\d\d:\S+|\s)")
 _STAMP = re.compile(r"\b(\d{4})[-/](\d\d)[-/](\d\d)[T _](\d\d):(\d\d):(\d\d)(?:[.,](\d{1,9}))?")
@@ -35,11 +34,11 @@ _CLOCK = re.compile(r"(?<![\d:<])(\d\d):(\d\d):(\d\d)(?![\d:])")
 _JSON = re.compile(r"^\s*\{\s*\"")
 _PROGRESS = re.compile(
     r"""(?ix)
-    \b(?:global[_ ]?step|step|iter(?:ation)?|micro_step|update)s?\b [\s"'=:\[#|]* \d
-    | \bepoch\b [\s"'=:\[#|]* \d .* (?:\bloss|\bce\b|batch|\d+/\d+)
-    | \[\d+/\d+\]
+    \b(?:global[_ ]?step|step|iter(?:ation)?|micro_step|update)s?\b [\s"'=:\[#|]{0,40} \d
+    | \bepoch\b [\s"'=:\[#|]{0,20} \d .{0,200}? (?:\bloss|\bce\b|batch|\d/\d)
+    | \[\d{1,12}/\d{1,12}\]
     | ["']?\b(?:train_|lm[_ ]|total_)?loss["']?\s*[:=|]?\s*(?:[-+]?\.?\d|[-+]?nan\b|[-+]?inf)
-    | \d[\d.]*[kMG]?/\d[\d.]*[kMG]?\s*\[[\d:]+<
+    | (?<![\d.])\d[\d.]{0,15}[kMG]?/\d[\d.]{0,15}[kMG]?\s*\[[\d:]{1,12}<
     """
 )
 _RATE = re.compile(r"\d ?(?:[kMG]?i?B|it|\w{2,12})/s\b|\ds/\w{2,12}\b")
@@ -57,8 +56,8 @@ _BANNER = re.compile(
     r"|dflash trainer: |.{0,40}starting workers for entrypoint|.*\bworker group FAILED\b.*attempts? left)"
 )
 _COMPILE = re.compile(
-    r"(?i)^(?!.*\b(compiled|finished|done|took|ready)\b).{0,60}\b(?:compil(?:e|ing)|inductor|autotun(?:e|ing))\b"
-    r"|.{0,250}\bshutdown_compile_workers\b"
+    r"(?i)^(?:(?!.{0,250}\b(?:compiled|finished|done|took|ready)\b).{0,60}\b(?:compil(?:e|ing)|inductor|autotun(?:e|ing))\b"
+    r"|.{0,250}\bshutdown_compile_workers\b)"
 )
 
 

@@ -31,7 +31,7 @@ class Pattern:
     """
 
     regex: re.Pattern[str]
-    scope: str
+    scopes: tuple[str, ...]
     needs: tuple[str, ...]
     weak: bool = False
     echo: bool = False
@@ -60,7 +60,8 @@ class Signatures:
         self._scoped: dict[str, list[tuple[Signature, Pattern]]] = {scope: [] for scope in SCOPES}
         for signature in signatures:
             for pattern in signature.patterns:
-                self._scoped[pattern.scope].append((signature, pattern))
+                for scope in pattern.scopes:
+                    self._scoped[scope].append((signature, pattern))
         loose = [pattern for scope in ("line", "warn", "hint") for _, pattern in self._scoped[scope]]
         self._stems = _shortest({stem for pattern in loose for stem in pattern.needs})
         self._any_line = any(not pattern.needs for pattern in loose)
@@ -134,19 +135,28 @@ def parse(raw: dict[str, Any], source: str) -> list[Signature]:
         where = f"{source}: [class.{name}]"
         patterns = []
         for i, item in enumerate(body.get("pattern", [])):
-            scope = item.get("scope", "line")
-            if scope not in SCOPES:
-                raise ConfigError(
-                    f"{where} pattern {i + 1}: unknown scope {scope!r}",
-                    hint=f"use one of {', '.join(SCOPES)}",
-                )
+            scopes = item.get("scope", "line")
+            for scope in [scopes] if isinstance(scopes, str) else scopes:
+                if scope not in SCOPES:
+                    raise ConfigError(
+                        f"{where} pattern {i + 1}: unknown scope {scope!r}",
+                        hint=f"use one of {', '.join(SCOPES)}",
+                    )
             try:
                 regex = re.compile(item["regex"])
             except (re.error, KeyError, TypeError) as error:
                 raise ConfigError(
                     f"{where} pattern {i + 1}: no valid regex ({error})", hint="a Python regex in `regex`"
                 ) from error
-            patterns.append(Pattern(regex, scope, literals(regex), bool(item.get("weak")), bool(item.get("echo"))))
+            patterns.append(
+                Pattern(
+                    regex,
+                    (scopes,) if isinstance(scopes, str) else tuple(scopes),
+                    literals(regex),
+                    bool(item.get("weak")),
+                    bool(item.get("echo")),
+                )
+            )
         advice = body.get("advice", [])
         out.append(
             Signature(
