@@ -129,7 +129,9 @@ def stamp(text: str) -> float | None:
         return None
     year, month, day, hour, minute, second, fraction = found.groups()
     try:
-        moment = datetime(int(year), int(month), int(day), int(hour), int(minute), int(second), tzinfo=timezone.utc)
+        moment = datetime(
+            int(year), int(month), int(day), int(hour), int(minute), int(second), tzinfo=timezone.utc
+        )
     except ValueError:
         return None
     return moment.timestamp() + (float(f"0.{fraction}") if fraction else 0.0)

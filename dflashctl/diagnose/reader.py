@@ -9,7 +9,7 @@ from dflashctl.diagnose import lines as ln
 from dflashctl.diagnose.scanner import Scanner, opens_something
 from dflashctl.diagnose.signatures import Signatures
 
-CHUNK = 1 << 20
+CHUNK = 1 << 19
 """Bytes read at a time."""
 LONG = 1 << 16
 """Bytes of a line from which its middle is dropped while it is read."""
@@ -41,7 +41,7 @@ class Reader:
             if cut < 0:
                 self._keep(self._carry + piece)
                 continue
-            self._lines((self._carry + piece[:cut]).split(b"\n"))
+            self._lines(self._carry + piece[:cut])
             self._carry = b""
             self._keep(piece[cut + 1 :])
 
@@ -53,7 +53,7 @@ class Reader:
     def skip(self, data: bytes) -> None:
         """Bytes that are not looked at: their lines are only counted."""
         if self._carry:
-            self._lines([self._carry])
+            self._lines(self._carry)
             self._carry = b""
             self._number -= 1
         self._number += data.count(b"\n")
@@ -61,7 +61,7 @@ class Reader:
     def close(self) -> Scanner:
         """The end of the log; the scanner has seen everything."""
         if self._carry:
-            self._lines([self._carry])
+            self._lines(self._carry)
             self._carry = b""
         self.scanner.close()
         return self.scanner
@@ -69,11 +69,13 @@ class Reader:
     def _keep(self, rest: bytes) -> None:
         self._carry = rest if len(rest) <= LONG else rest[: LONG // 2] + rest[-LONG // 2 :]
 
-    def _lines(self, lines: list[bytes]) -> None:
-        codes = self._codes(lines)
+    def _lines(self, body: bytes) -> None:
+        """Whole lines, without the last one's LF."""
+        lines = _Lines(body)
+        codes = self._codes(body, lines)
         scanner, first = self.scanner, self._number + 1
-        self._number += len(lines)
-        i, n = 0, len(lines)
+        i, n = 0, len(codes)
+        self._number += n
         while i < n:
             if scanner.busy:
                 scanner.feed(first + i, lines[i])
@@ -91,8 +93,8 @@ class Reader:
                 scanner.feed(first + k, lines[k])
             i = stop + 1
 
-    def _codes(self, lines: list[bytes]) -> bytearray:
-        shapes = b"\n".join(lines).translate(None, _DROPPED).split(b"\n")
+    def _codes(self, body: bytes, lines: _Lines) -> bytearray:
+        shapes = body.translate(None, _DROPPED).split(b"\n")
         kinds = self._kinds
         codes = bytearray(map(kinds.get, shapes, repeat(_UNKNOWN)))
         k = codes.find(_UNKNOWN)
@@ -108,6 +110,8 @@ class Reader:
         return codes
 
     def _kind(self, raw: bytes) -> int:
+        if len(raw) < LONG and self._plainly_dull(raw):
+            return _DULL
         line = ln.parse(0, raw)
         if not line.text.strip():
             return _DULL
@@ -117,10 +121,48 @@ class Reader:
             return _TELLING if self._signatures.match(line.text, "progress") else _STEP
         return _DULL
 
+    def _plainly_dull(self, raw: bytes) -> bool:
+        """Whether a line of text can be passed over without a closer look: the common case where no two are alike."""
+        if not raw[:1].isalpha() or b"\x1b" in raw or b"[" in raw or b"|" in raw or b"]: " in raw:
+            return False
+        first, _, rest = raw.partition(b" ")
+        low = raw.lower()
+        if not rest or first.endswith(b":") or b"." in first or any(word in low for word in _WORDS):
+            return False
+        return not self._signatures.may_match(low.decode("utf-8", "replace"))
+
+
+class _Lines:
+    """The lines of a text, cut off from its end as far as they are asked for: of most pieces only the last are."""
+
+    def __init__(self, body: bytes) -> None:
+        self._rest: bytes | None = body
+        self._count = body.count(b"\n") + 1
+        self._tail: list[bytes] = []
+
+    def __getitem__(self, k: int) -> bytes:
+        while self._rest is not None and k < self._count - len(self._tail):
+            missing = self._count - len(self._tail) - k
+            parts = self._rest.rsplit(b"\n", max(2 * missing, len(self._tail)))
+            if self._count == len(self._tail) + len(parts):
+                self._rest, more = None, parts
+            else:
+                self._rest, *more = parts
+            self._tail = more + self._tail
+        return self._tail[k - self._count]
+
+
+# each line that opens something, or shows progress, holds one of these (tests compare with reading line by line)
+_WORDS = tuple(
+    b"error exception traceback fatal fail abort assert panic cannot unable died crash train finished completed reached"
+    b" compil inductor autotun torch root cause worker dflash step iter update epoch loss killed lost violation unsupported"
+    b" mismatch stopped notfound timeout resources fault exit interrupt group".split()
+)
+
 
 def _newest_steps(codes: bytes, start: int, stop: int) -> list[int]:
-    """Up to 8 of the last progress lines: from their stamps the run's pace is known."""
+    """Up to 4 of the last progress lines: from their stamps the run's pace is known."""
     out: list[int] = []
-    while len(out) < 8 and (stop := codes.rfind(_STEP, start, stop)) >= 0:
+    while len(out) < 4 and (stop := codes.rfind(_STEP, start, stop)) >= 0:
         out.append(stop)
     return out[::-1]

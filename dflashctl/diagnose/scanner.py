@@ -12,13 +12,17 @@ from dflashctl.diagnose.signatures import Signatures
 from dflashctl.diagnose.tracebacks import CHAIN, Finding, Traceback, exception_type, is_header
 
 _THREAD = re.compile(r"^Exception in thread (?P<thread>.{1,200}?)(?: \(.*\))?:\s*$")
-_IGNORED = re.compile(r"^(?:Exception ignored (?:in|on|while)\b|Error in atexit\._run_exitfuncs|Error in sys\.excepthook)")
+_IGNORED = re.compile(
+    r"^(?:Exception ignored (?:in|on|while)\b|Error in atexit\._run_exitfuncs|Error in sys\.excepthook)"
+)
 _SURVIVED = re.compile(
     r"(?i)\b(?:trying|retry(?:ing)?|retries|skip(?:s|ped|ping)?|ignor(?:ed?|ing)|recover(?:ed|ing|s)?|restart(?:ed|ing)"
     r"|fall(?:ing|s)? ?back|fallback|continu(?:e|es|ed|ing)|caught|handled|non-fatal|reduc(?:ed|ing)|resum(?:ed|ing)"
     r"|not critical|halv(?:ed|ing)|respawn(?:ed|ing)?|requeu(?:ed|eing)|will be (?:replaced|disabled)|disabl(?:ed|ing))\b"
 )
-_NOT_SURVIVED = re.compile(r"(?i)\b(?:giving up|gave up|no more retries|retries exhausted|after \d+ (?:retries|attempts)|cannot|can't|unable to|failed to)\b")
+_NOT_SURVIVED = re.compile(
+    r"(?i)\b(?:giving up|gave up|no more retries|retries exhausted|after \d+ (?:retries|attempts)|cannot|can't|unable to|failed to)\b"
+)
 _QUOTE_OPEN = re.compile(
     r"(?i)^[^\w\s]{2,}\s*(?:\w+\s){0,2}?(?:sample|generation|generated|completion|prompt|response|output|example|rollout)s?\b"
 )
@@ -36,6 +40,8 @@ QUOTE_LIMIT = 400
 """Lines after which an unclosed quotation is taken to have ended."""
 NEAR = 3
 """Lines within which a word about the error that follows is looked for."""
+STREAMS = 2048
+"""Ranks and processes that are followed at once."""
 FINDINGS = 2000
 """Findings kept of one log; a log that repeats itself adds none that matter."""
 HINTS = (
@@ -102,7 +108,7 @@ class Scanner:
         if not self._in_block(line):
             self._loose(line, line.text)
         if line.text.strip():
-            if len(self._last) > 4096:  # a million ranks: only the neighbours of a line matter
+            if len(self._last) > STREAMS:  # only the neighbours of a line matter
                 self._last.clear()
             self._last[line.stream] = line
 
@@ -165,11 +171,24 @@ class Scanner:
         previous = self._last.get(line.stream)
         excuse = ""
         near = previous is not None and line.number - previous.number <= NEAR
-        if previous and near and not previous.glog and (previous.level == "W" or (not previous.level and _says_survived(previous.text))):
+        if (
+            previous
+            and near
+            and not previous.glog
+            and (previous.level == "W" or (not previous.level and _says_survived(previous.text)))
+        ):
             excuse = previous.text
-        block = Traceback(line, thread=thread, ignored=self._ignored_next.pop(line.stream, False), excuse=excuse)
+        block = Traceback(
+            line, thread=thread, ignored=self._ignored_next.pop(line.stream, False), excuse=excuse
+        )
         block.start = at or block.start
-        self._blocks[line.stream] = block
+        self._keep(block)
+
+    def _keep(self, block: Traceback) -> None:
+        """An open traceback; of a crowd of ranks the oldest is taken to have ended."""
+        if len(self._blocks) >= STREAMS:
+            self._end(next(iter(self._blocks.values())))
+        self._blocks[block.stream] = block
 
     def _after(self, block: Traceback, line: Line) -> bool:
         """Lines after an exception: its further text, a link to the next of the chain, or the end."""
@@ -298,7 +317,7 @@ class Scanner:
             block = Traceback(line, ignored=self._ignored_next.pop(line.stream, False))
             block.add(line)
             block.tail = 4
-            self._blocks[line.stream] = block
+            self._keep(block)
             return
         found = self._signatures.match(text, *(("warn",) if quiet else ("line", "warn")))
         hint = self._signatures.match(text, "hint") if found is None else None
@@ -354,4 +373,6 @@ def _says_survived(text: str) -> bool:
 
 def _excused(line: Line) -> bool:
     """Whether the program says here that it goes on in spite of the error beside this line."""
-    return not _IGNORED.match(line.text) and (_says_survived(line.text) or (line.level == "W" and not line.glog))
+    return not _IGNORED.match(line.text) and (
+        _says_survived(line.text) or (line.level == "W" and not line.glog)
+    )

@@ -106,7 +106,7 @@ def _needs(tree: Any) -> set[str] | None:
         if name == "LITERAL" and chr(value) not in _BREAKS:
             run += chr(value).lower()
             continue
-        if len(run) >= 4:
+        if len(run) >= 2:
             options.append({run})
         run = ""
         if name == "SUBPATTERN":

@@ -105,7 +105,9 @@ class Traceback:
         text = line.text
         self.boxed = bool(_BOX.search(text))
         lead = text[: text.find(HEADER)].rstrip()
-        self.margin = len(text) - len(text.lstrip()) if not lead else (2 if lead.endswith("traceback :") else 0)
+        self.margin = (
+            len(text) - len(text.lstrip()) if not lead else (2 if lead.endswith("traceback :") else 0)
+        )
         self.frames: list[tuple[int, str]] = []
         self.top_level = False
         self.strays = 0
@@ -128,7 +130,11 @@ class Traceback:
         if self.boxed:
             return self._add_boxed(line)
         if text[:1] in " |+" and text.lstrip()[:1] in ("|", "+"):
-            text = text.lstrip().lstrip("|+ ") if _GROUP.match(text.lstrip()) else re.sub(r"^[\s|+]*\|\s?", "", text)
+            text = (
+                text.lstrip().lstrip("|+ ")
+                if _GROUP.match(text.lstrip())
+                else re.sub(r"^[\s|+]*\|\s?", "", text)
+            )
             if not text.strip() or _GROUP.match(line.text.lstrip()):
                 self.end = line.number
                 return True
@@ -155,7 +161,9 @@ class Traceback:
         self.end = line.number
         text = line.text.strip()
         if text[:1] in "│|┃":
-            self.frames.append((line.number, re.sub(r"^(?:❱\s*)?\d*\s*│[\s│]*", "", text.strip("│|┃ ")).strip()))
+            self.frames.append(
+                (line.number, re.sub(r"^(?:❱\s*)?\d*\s*│[\s│]*", "", text.strip("│|┃ ")).strip())
+            )
             return True
         self.boxed = False
         return text[:1] in "╰└+"

@@ -32,7 +32,9 @@ def examples() -> dict[tuple[str, int], tuple[str, str]]:
     return found
 
 
-@pytest.mark.parametrize(("name", "number", "pattern"), PATTERNS, ids=lambda v: str(v) if isinstance(v, (str, int)) else "")
+@pytest.mark.parametrize(
+    ("name", "number", "pattern"), PATTERNS, ids=lambda v: str(v) if isinstance(v, (str, int)) else ""
+)
 def test_finds_its_example_and_lets_the_near_miss_pass(name: str, number: int, pattern: sig.Pattern) -> None:
     positive, near_miss = examples()[name, number]
     assert pattern.regex.search(positive)
@@ -52,7 +54,9 @@ def test_every_example_belongs_to_a_pattern() -> None:
 def test_no_pattern_names_a_path_a_host_or_an_address() -> None:
     for name, _, pattern in PATTERNS:
         text = pattern.regex.pattern
-        assert not re.search(r"\d{1,3}\\?\.\d{1,3}\\?\.\d{1,3}|/(?:home|root|workspace|opt|usr|mnt|data)\b|gpu-node", text), name
+        assert not re.search(
+            r"\d{1,3}\\?\.\d{1,3}\\?\.\d{1,3}|/(?:home|root|workspace|opt|usr|mnt|data)\b|gpu-node", text
+        ), name
 
 
 ADVERSARIES = [
@@ -84,7 +88,7 @@ ADVERSARIES = [
     "=====",
     "[rank1]: ",
     "Traceback ",
-    "File \"",
+    'File "',
     "(x pid=1 ",
     "\x1b[",
     "\x1b]",
@@ -130,7 +134,9 @@ def test_a_file_of_the_users_own(tmp_path: Path) -> None:
         '[class.mixer-jammed]\ntitle = "the mixer of shard {shard} jammed"\nadvice = "empty it"\nretry = "yes"\n'
         "pattern = [{ scope = \"line\", regex = 'MIXER (?P<shard>\\d+) JAMMED' }]\n"
     )
-    found = diagnose([b"step 1 | loss 2.0", b"MIXER 7 JAMMED"], {"process_alive": False, "exit_code": 3}, signatures=own)
+    found = diagnose(
+        [b"step 1 | loss 2.0", b"MIXER 7 JAMMED"], {"process_alive": False, "exit_code": 3}, signatures=own
+    )
     assert (found.class_, found.title, found.advice, found.retry) == (
         "mixer-jammed",
         "the mixer of shard 7 jammed",

@@ -1,0 +1,144 @@
+"""How fast logs are read, beside `grep -E` with the same alternation in the same run, and with how much memory.
+
+python benchmarks/diagnose.py [--mb 512]
+"""
+
+from __future__ import annotations
+
+import argparse
+import json
+import os
+import random
+import re
+import shutil
+import subprocess
+import sys
+import tempfile
+import time
+from collections.abc import Callable, Iterator
+from pathlib import Path
+
+ROOT = Path(__file__).resolve().parents[1]
+CHILD = """
+import json, sys, time
+sys.path.insert(0, sys.argv[1])
+from pathlib import Path
+from dflashctl.diagnose.evidence import diagnose_paths
+from dflashctl.diagnose import signatures
+signatures.load()
+begun = time.perf_counter()
+found = diagnose_paths([Path(sys.argv[2])], {})
+took = time.perf_counter() - begun
+high = next(line for line in open("/proc/self/status") if line.startswith("VmHWM"))
+print(json.dumps({"seconds": took, "peak_mb": int(high.split()[1]) / 1024,
+    "class": found.class_, "line": found.root and found.root.line}))
+"""
+
+
+def steps(rng: random.Random, i: int) -> str:
+    return f"step {i} | loss {rng.random() * 4:.4f} | lr 1.00e-04 | grad_norm {rng.random():.3f} | tok/s {rng.randint(90000, 99999):,}\n"
+
+
+def trainer_dict(rng: random.Random, i: int) -> str:
+    return f"{{'loss': {rng.random() * 4:.4f}, 'grad_norm': {rng.random():.6f}, 'learning_rate': 2e-05, 'epoch': {i / 1000:.2f}}}\n"
+
+
+def deepspeed(rng: random.Random, i: int) -> str:
+    clock = f"2026-01-{1 + i // 86400 % 28:02d} {i // 3600 % 24:02d}:{i // 60 % 60:02d}:{i % 60:02d},{rng.randint(0, 999):03d}"
+    return (
+        f"[{clock}] [INFO] [timer.py:264:stop] epoch=0/micro_step={4 * i}/global_step={i}, "
+        f"RunningAvgSamplesPerSec={rng.random() * 40:.4f}, MemAllocated=23.51GB\n"
+    )
+
+
+def ranks(rng: random.Random, i: int) -> str:
+    return f"[rank{i % 8}]:2026-01-01 10:00:00,000 - root - INFO - step: {i}  loss: {rng.random() * 9:7.4f}  memory: 33.1GiB(41%)  tps: {rng.randint(6000, 7000):,}\n"
+
+
+def bars(rng: random.Random, i: int) -> str:
+    return (
+        "".join(
+            f"\rTrain:  {p:2d}%|{'█' * (p // 10):<10}| {p}/100 [00:{p % 60:02d}<01:40, {rng.random() * 3:.2f}it/s, loss={rng.random():.3f}]"
+            for p in range(0, 100, 10)
+        )
+        + "\n"
+    )
+
+
+def text(rng: random.Random, i: int) -> str:
+    """The worst case: no two lines alike."""
+    letters = "abcdefghijklmnopqrstuvwxyz     "
+    return "".join(rng.choices(letters, k=100)) + "\n"
+
+
+def write(path: Path, line: Callable[[random.Random, int], str], size: int) -> None:
+    rng = random.Random(1)
+    lines = 400_000 if line is text else 20_000  # more than shapes are remembered
+    block = "".join(line(rng, i) for i in range(lines)).encode()
+    with path.open("wb") as file:
+        while file.tell() < size:
+            file.write(block[: size - file.tell()])
+        file.write(b"\nrun.sh: line 3: 812 Killed                  python train.py\n")
+
+
+def alternation() -> str:
+    """The loose patterns in one regex of grep's dialect."""
+    from dflashctl.diagnose import signatures
+
+    known = signatures.load()
+    parts = [
+        p.regex.pattern
+        for s in known.by_name.values()
+        for p in s.patterns
+        if {"line", "warn", "exception"} & set(p.scopes)
+    ]
+    plain = [p for p in parts if not re.search(r"\(\?[!P=<i]", p)]
+    return "|".join(p.replace("(?:", "(").replace("\\d", "[0-9]").replace('\\"', '"') for p in plain)
+
+
+def grep(path: Path, pattern: str) -> float:
+    with tempfile.NamedTemporaryFile("w") as file:
+        file.write(pattern)
+        file.flush()
+        begun = time.perf_counter()
+        subprocess.run(
+            ["grep", "-c", "-a", "-E", "-f", file.name, str(path)],
+            env={**os.environ, "LC_ALL": "C"},
+            stdout=subprocess.DEVNULL,
+            check=False,
+        )
+        return time.perf_counter() - begun
+
+
+def rows(size: int, folder: Path) -> Iterator[tuple[str, float, float, float]]:
+    pattern = alternation()
+    for line in (steps, trainer_dict, deepspeed, ranks, bars, text):
+        path = folder / f"{line.__name__}.log"
+        write(path, line, size)
+        out = subprocess.run(
+            [sys.executable, "-c", CHILD, str(ROOT), str(path)], capture_output=True, text=True, check=True
+        )
+        told = json.loads(out.stdout)
+        assert told["class"] == "host-oom-kill", told
+        yield line.__name__, size / 1e6 / told["seconds"], size / 1e6 / grep(path, pattern), told["peak_mb"]
+        path.unlink()
+
+
+def main() -> None:
+    parser = argparse.ArgumentParser(description=__doc__)
+    parser.add_argument("--mb", type=int, default=256, help="size of each log")
+    size = parser.parse_args().mb * 1_000_000
+    sys.path.insert(0, str(ROOT))
+    folder = Path(tempfile.mkdtemp())
+    print(
+        f"{'log':<14}{'diagnose MB/s':>15}{'grep -E MB/s':>14}{'peak MB':>9}   ({size // 1_000_000} MB each)"
+    )
+    try:
+        for name, ours, theirs, peak in rows(size, folder):
+            print(f"{name:<14}{ours:>15.0f}{theirs:>14.0f}{peak:>9.0f}", flush=True)
+    finally:
+        shutil.rmtree(folder)
+
+
+if __name__ == "__main__":
+    main()

@@ -1,0 +1,164 @@
+"""Reading by shape finds what reading line by line finds, whatever the pieces; and anything at all is survived."""
+
+from __future__ import annotations
+
+import random
+import time
+import tracemalloc
+
+import pytest
+from hypothesis import given, settings
+from hypothesis import strategies as st
+
+from dflashctl.diagnose import engine
+from dflashctl.diagnose import signatures as sig
+from dflashctl.diagnose.reader import Reader
+from dflashctl.diagnose.scanner import Scanner
+from tests.diagnose import report
+
+KNOWN = sig.load()
+CASES = [*report.corpus(), *report.ours()]
+PIECES = [line for case in CASES for line in case.log.split(b"\n") if line]
+
+
+def by_shape(log: bytes, cuts: int = 1) -> Scanner:
+    reader = Reader(Scanner(KNOWN, "log"), KNOWN)
+    size = max(1, len(log) // cuts)
+    for at in range(0, len(log), size):
+        reader.feed(log[at : at + size])
+    return reader.close()
+
+
+def by_line(log: bytes) -> Scanner:
+    lines = log.split(b"\n")
+    return engine.scan(lines[:-1] if lines[-1] == b"" else lines, KNOWN)
+
+
+def told(scanner: Scanner, facts: dict[str, object]) -> tuple[object, ...]:
+    found = engine.conclude([scanner], facts, KNOWN)
+    return found.class_, found.verdict, found.root, scanner.progress
+
+
+@pytest.mark.parametrize("case", CASES, ids=lambda case: case.name)
+@pytest.mark.parametrize("cuts", [1, 7])
+def test_by_shape_as_by_line(case: report.Case, cuts: int) -> None:
+    assert told(by_shape(case.log, cuts), case.facts) == told(by_line(case.log), case.facts)
+
+
+@pytest.mark.parametrize("case", CASES[::3], ids=lambda case: case.name)
+def test_after_a_million_ordinary_bytes(case: report.Case) -> None:
+    before = b"".join(
+        b"step %d | loss %.4f | lr 1.00e-04 | tok/s %d\n" % (i, 3 / (i + 1), i * 37) for i in range(9000)
+    )
+    found = engine.conclude([by_shape(before + case.log)], case.facts, KNOWN)
+    if case.line is None:
+        assert found.root is None
+    else:
+        assert found.class_ == case.class_
+        assert found.root is not None
+        assert found.root.line == case.line + 9000
+
+
+def test_lines_are_counted_where_the_middle_is_skipped() -> None:
+    reader = Reader(Scanner(KNOWN, "log"), KNOWN)
+    reader.feed(b"step 1 | loss 2.0\nhalf of a")
+    reader.skip(b" line\nanother\nand half ")
+    reader.feed(b"of the last\nKilled\n")
+    found = engine.conclude([reader.close()], {"process_alive": False, "exit_code": 137}, KNOWN)
+    assert found.root is not None
+    assert (found.root.line, found.root.text) == (5, "Killed")
+
+
+@settings(max_examples=150, deadline=None)
+@given(st.binary(max_size=3000), st.integers(1, 5))
+def test_any_bytes(log: bytes, cuts: int) -> None:
+    assert engine.conclude([by_shape(log, cuts)], {}, KNOWN).verdict in (
+        "healthy",
+        "warming",
+        "finished",
+        "failed",
+        "degraded",
+        "stopped",
+    )
+
+
+FACTS = st.fixed_dictionaries(
+    {},
+    optional={
+        "process_alive": st.sampled_from([True, False, None, "yes"]),
+        "exit_code": st.one_of(st.none(), st.integers(-70, 300), st.text(max_size=3)),
+        "signal": st.sampled_from(["SIGKILL", "SIGTERM", "?", None, 9]),
+        "gpu_util_pct": st.one_of(st.none(), st.lists(st.one_of(st.none(), st.integers(0, 100)), max_size=4)),
+        "gpu_power_w": st.one_of(st.floats(), st.lists(st.floats(), max_size=4)),
+        "cpu_util_pct": st.one_of(st.none(), st.floats()),
+        "seconds_since_last_line": st.one_of(st.none(), st.floats(), st.integers()),
+        "oom_kills": st.one_of(st.none(), st.integers()),
+        "child_processes": st.text(max_size=5),
+    },
+)
+
+
+@settings(max_examples=150, deadline=None)
+@given(st.integers(0, 2**32), FACTS)
+def test_mutated_logs(seed: int, facts: dict[str, object]) -> None:
+    rng = random.Random(seed)
+    lines = rng.choices(PIECES, k=rng.randint(1, 80))
+    for _ in range(rng.randint(0, 30)):
+        i = rng.randrange(len(lines))
+        at = rng.randrange(len(lines[i]) + 1)
+        junk = rng.choice(
+            [
+                b"\x00",
+                b"\x1b[31m",
+                b"\xff\xfe",
+                b"\r",
+                b"[rank3]: ",
+                b"  ",
+                b"\x1b]0;",
+                b"\xe2\x95",
+                b"%s {x}",
+            ]
+        )
+        lines[i] = lines[i][:at] + junk + lines[i][at + rng.randint(0, 5) :]
+    log = b"\n".join(lines)
+    found = engine.conclude([by_shape(log, rng.randint(1, 4))], facts, KNOWN)
+    if found.root is not None:
+        assert 1 <= found.root.line <= len(lines)
+
+
+@pytest.mark.parametrize(
+    "log",
+    [
+        b"x" * 10_000_000 + b"\nKilled\n",
+        b"\r".join(b"%d%%|##| %d/9 [00:01<00:02, 3.0it/s, loss=1.0]" % (i, i) for i in range(150_000)),
+        b"\x00" * 3_000_000,
+        b"\xe2\x96\x88" * 1_000_000 + b"\n\xe2",
+        b"\x1b[31m" * 500_000 + b"\x1b",
+        b"".join(b"[rank%d]: Traceback (most recent call last):\n" % i for i in range(20_000)),
+        b"".join(b"[rank%d]: ValueError: x\n" % i for i in range(20_000)),
+        b"Traceback (most recent call last):\n" * 40_000,
+        b"Traceback (most recent call last):\n" + b'  File "a.py", line 1, in f\n' * 100_000,
+        b"\n" * 2_000_000,
+    ],
+    ids=[
+        "one line",
+        "one bar",
+        "nul",
+        "blocks",
+        "escapes",
+        "ranks",
+        "ranks' errors",
+        "headers",
+        "frames",
+        "empty",
+    ],
+)
+def test_monsters_cost_little(log: bytes) -> None:
+    tracemalloc.start()
+    begun = time.process_time()
+    engine.conclude([by_shape(log, len(log) // 1_000_000 + 1)], {}, KNOWN)
+    took = time.process_time() - begun
+    peak = tracemalloc.get_traced_memory()[1]
+    tracemalloc.stop()
+    assert peak < 60e6
+    assert took < 25  # tracing costs several times the work itself
