@@ -9,13 +9,14 @@ BIN := $(VENV)/bin
 INSTALLED := $(VENV)/.installed
 
 .DEFAULT_GOAL := help
-.PHONY: help demo test lint format clean system-packages
+.PHONY: help demo test lint diagnose-report format clean system-packages
 
 help:
 	@echo "make demo     train the bundled tiny drafter on this machine and measure its acceptance length"
 	@echo "make test     install what the tests need and run them (node tests need root on Debian)"
 	@echo "make lint     ruff and mypy"
 	@echo "make format   ruff format"
+	@echo "make diagnose-report   how often the diagnosis is right, by class, and what it takes for what"
 
 $(INSTALLED): pyproject.toml constraints.txt tools/make_venv.sh
 	PIP_ARGS="$(PIP_ARGS)" sh tools/make_venv.sh "$(PYTHON)" "$(VENV)"
@@ -35,6 +36,9 @@ lint: $(INSTALLED)
 	$(BIN)/ruff check .
 	$(BIN)/ruff format --check .
 	$(BIN)/mypy
+
+diagnose-report: $(INSTALLED)
+	@$(BIN)/python -m tests.diagnose.report
 
 format: $(INSTALLED)
 	$(BIN)/ruff check --fix .

@@ -36,33 +36,42 @@ print(json.dumps({"seconds": took, "peak_mb": int(high.split()[1]) / 1024,
 
 
 def steps(rng: random.Random, i: int) -> str:
-    return f"step {i} | loss {rng.random() * 4:.4f} | lr 1.00e-04 | grad_norm {rng.random():.3f} | tok/s {rng.randint(90000, 99999):,}\n"
+    loss, norm, speed = rng.random() * 4, rng.random(), rng.randint(90000, 99999)
+    return f"step {i} | loss {loss:.4f} | lr 1.00e-04 | grad_norm {norm:.3f} | tok/s {speed:,}\n"
 
 
 def trainer_dict(rng: random.Random, i: int) -> str:
-    return f"{{'loss': {rng.random() * 4:.4f}, 'grad_norm': {rng.random():.6f}, 'learning_rate': 2e-05, 'epoch': {i / 1000:.2f}}}\n"
+    loss, norm = rng.random() * 4, rng.random()
+    return (
+        f"{{'loss': {loss:.4f}, 'grad_norm': {norm:.6f}, 'learning_rate': 2e-05, 'epoch': {i / 1000:.2f}}}\n"
+    )
 
 
 def deepspeed(rng: random.Random, i: int) -> str:
-    clock = f"2026-01-{1 + i // 86400 % 28:02d} {i // 3600 % 24:02d}:{i // 60 % 60:02d}:{i % 60:02d},{rng.randint(0, 999):03d}"
+    clock = f"{i // 3600 % 24:02d}:{i // 60 % 60:02d}:{i % 60:02d},{rng.randint(0, 999):03d}"
     return (
-        f"[{clock}] [INFO] [timer.py:264:stop] epoch=0/micro_step={4 * i}/global_step={i}, "
+        f"[2026-01-01 {clock}] [INFO] [timer.py:264:stop] epoch=0/micro_step={4 * i}/global_step={i}, "
         f"RunningAvgSamplesPerSec={rng.random() * 40:.4f}, MemAllocated=23.51GB\n"
     )
 
 
 def ranks(rng: random.Random, i: int) -> str:
-    return f"[rank{i % 8}]:2026-01-01 10:00:00,000 - root - INFO - step: {i}  loss: {rng.random() * 9:7.4f}  memory: 33.1GiB(41%)  tps: {rng.randint(6000, 7000):,}\n"
+    loss, speed = rng.random() * 9, rng.randint(6000, 7000)
+    return (
+        f"[rank{i % 8}]:2026-01-01 10:00:00,000 - root - INFO - step: {i}  loss: {loss:7.4f}  "
+        f"memory: 33.1GiB(41%)  tps: {speed:,}\n"
+    )
 
 
 def bars(rng: random.Random, i: int) -> str:
-    return (
-        "".join(
-            f"\rTrain:  {p:2d}%|{'█' * (p // 10):<10}| {p}/100 [00:{p % 60:02d}<01:40, {rng.random() * 3:.2f}it/s, loss={rng.random():.3f}]"
-            for p in range(0, 100, 10)
+    frames = []
+    for p in range(0, 100, 10):
+        speed, loss = rng.random() * 3, rng.random()
+        bar = "\u2588" * (p // 10)
+        frames.append(
+            f"\rTrain:  {p:2d}%|{bar:<10}| {p}/100 [00:{p % 60:02d}<01:40, {speed:.2f}it/s, loss={loss:.3f}]"
         )
-        + "\n"
-    )
+    return "".join(frames) + "\n"
 
 
 def text(rng: random.Random, i: int) -> str:

@@ -8,7 +8,7 @@ from typing import NoReturn
 
 import typer
 
-from dflashctl.cli import launch, logs, ls, status, stop
+from dflashctl.cli import diagnose, launch, logs, ls, status, stop
 from dflashctl.errors import DflashError, ExitCode
 
 HELP = """Train DFlash drafters on your own GPUs: launch, watch and diagnose runs.
@@ -35,6 +35,7 @@ app.command("status", short_help="Say whether a run lives, and what to do next."
 app.command("logs", short_help="Print or follow a run's log.")(logs.logs)
 app.command("stop", short_help="Stop a run; it saves a checkpoint first.")(stop.stop)
 app.command("ls", short_help="List the runs of all hosts.")(ls.ls)
+app.command("diagnose", short_help="Say what killed a run, from any log.")(diagnose.diagnose)
 
 ClickException = typer.BadParameter.__mro__[2]
 """click's own, which typer vendors since 0.26: this name is right on both sides of that change."""

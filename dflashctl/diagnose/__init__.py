@@ -30,11 +30,12 @@ def diagnose(
     Raises ConfigError where `signatures` is not valid, OSError where a file can't be read.
     """
     # loads the signatures: only when something is to be diagnosed
-    from dflashctl.diagnose import engine, evidence
+    from dflashctl.diagnose import engine
     from dflashctl.diagnose import signatures as sig
+    from dflashctl.diagnose.evidence import diagnose_paths
 
     if isinstance(source, Path):
-        return evidence.diagnose_paths([source], facts, signatures=signatures)
+        return diagnose_paths([source], facts, signatures=signatures)
     known = sig.load(signatures)
     scanner = engine.scan(source, known, file=file, first_line=first_line)
     return engine.conclude([scanner], facts, known)

@@ -11,10 +11,11 @@ Rules, in the order they are applied:
 
 from __future__ import annotations
 
+import itertools
 import re
 import statistics
-from dataclasses import replace
 from collections.abc import Iterable, Mapping, Sequence
+from dataclasses import replace
 from typing import Any
 
 from dflashctl.diagnose import signatures as sig
@@ -35,6 +36,8 @@ NONFINITE_STEPS = 3
 SPINNING_W = 150.0
 """A GPU at full utilisation below this power waits in a kernel (NCCL) instead of computing."""
 
+CLOCK_SKEW_S = 2.0
+"""Hosts' clocks may differ by this much: a smaller difference between two files decides nothing."""
 _GPU_WORDS = re.compile(r"(?i)\bcuda\b|\bgpus?\b|nvidia")
 _SIGNALS = {
     "SIGKILL": 137,
@@ -108,7 +111,7 @@ class _Case:
             return self._living()
         if self.code == 0:
             return self._say("finished", None)
-        if self.alive is None and self.code is None:
+        if self.code is None and (self.alive is None or self._finished()):
             return self._unmeasured()
         return self._dead()
 
@@ -169,7 +172,7 @@ class _Case:
         if isinstance(own, (int, float)):
             return float(own)
         times = list(self.main.times)
-        gaps = [(b - a) % 86400 for a, b in zip(times, times[1:], strict=False)]
+        gaps = [(b - a) % 86400 for a, b in itertools.pairwise(times)]
         patience = (
             max(STALL_FLOOR_S, STALL_STEPS * statistics.median(gaps)) if len(gaps) >= 3 else STALL_UNKNOWN_S
         )
@@ -259,6 +262,8 @@ class _Case:
         if not kept:
             return None
         ranked = sorted(kept, key=self._weight)
+        first = self._by_clock([f for f in ranked if self._weight(f)[0] == self._weight(ranked[0])[0]])
+        ranked = [first, *(f for f in ranked if f is not first)]
         if (
             ranked[0].cls == "host-oom-kill"
         ):  # the same kill, seen by the shell and told more exactly by the cgroup
@@ -266,6 +271,22 @@ class _Case:
         for f in ranked[1:]:
             self._note(f, f"a consequence or weaker evidence than line {ranked[0].line}")
         return self._hinted(ranked[0])
+
+    def _by_clock(self, equals: list[Finding]) -> Finding:
+        """Of roots of equal weight in several files the earliest, where every one carries a time and clocks can tell."""
+        first = equals[0]
+        timed = [(f.time, f) for f in equals if f.time is not None]
+        if len({f.file for f in equals}) < 2 or len(timed) < len(equals):
+            return first
+        time, earliest = min(timed, key=lambda item: item[0])
+        if (first.time or 0.0) - time > CLOCK_SKEW_S:
+            return earliest
+        if earliest is not first and earliest.file != first.file:
+            self._note(
+                earliest,
+                f"within {CLOCK_SKEW_S:g} s of line {first.line} of {first.file}: clocks can't decide",
+            )
+        return first
 
     def _hinted(self, root: Finding) -> Finding:
         """A warning before an exception that speaks of the GPU, and says no more, is the better root."""
@@ -277,7 +298,7 @@ class _Case:
         self._note(root, f"the warning in line {hints[-1].line} explains it")
         return hints[-1]
 
-    def _weight(self, f: Finding) -> tuple[float, int]:
+    def _weight(self, f: Finding) -> tuple[float, int, int]:
         tier = float(f.tier)
         if f.cls == "interrupted-by-user" and self.code == 130:
             tier = 2
@@ -287,7 +308,7 @@ class _Case:
             tier += 3.5
         if f.survived:
             tier += 2
-        return tier, f.line
+        return tier, f.order, f.line
 
     def _explained(self, f: Finding) -> bool:
         return any(
@@ -332,7 +353,7 @@ class _Case:
         s = self.signatures.by_name.get(f.cls)
         values = _Values(f, self.torch)
         title = s.title if s else "the cause is not known; the first anomaly is shown"
-        later = [o for o in others if o.line > f.line and o is not f]
+        later = [o for o in others if o is not f and (o.file != f.file or o.line > f.line)]
         if confidence is None:
             confidence = (
                 "likely" if f.weak or f.kind in ("exit", "epilogue") or f.role == "cascade" else "certain"
@@ -345,7 +366,10 @@ class _Case:
             title.format_map(values),
             _where(f),
             Place(f.file, f.line, f.text),
-            (Place(f.file, f.line, f.text),),
+            tuple(
+                Place(f.file, line, text)
+                for line, text in ([f.frame] if f.frame else []) + [(f.line, f.text)]
+            ),
             tuple(Place(o.file, o.line, o.text) for o in later[:20]),
             s.cause.format_map(values) if s else "",
             tuple(a.format_map(values) for a in s.advice) if s else ("read the lines above the root line",),

@@ -160,7 +160,7 @@ _WORDS = tuple(
 )
 
 
-def _newest_steps(codes: bytes, start: int, stop: int) -> list[int]:
+def _newest_steps(codes: bytearray, start: int, stop: int) -> list[int]:
     """Up to 4 of the last progress lines: from their stamps the run's pace is known."""
     out: list[int] = []
     while len(out) < 4 and (stop := codes.rfind(_STEP, start, stop)) >= 0:

@@ -21,7 +21,8 @@ _SURVIVED = re.compile(
     r"|not critical|halv(?:ed|ing)|respawn(?:ed|ing)?|requeu(?:ed|eing)|will be (?:replaced|disabled)|disabl(?:ed|ing))\b"
 )
 _NOT_SURVIVED = re.compile(
-    r"(?i)\b(?:giving up|gave up|no more retries|retries exhausted|after \d+ (?:retries|attempts)|cannot|can't|unable to|failed to)\b"
+    r"(?i)\b(?:giving up|gave up|no more retries|retries exhausted|after \d+ (?:retries|attempts)"
+    r"|cannot|can't|unable to|failed to)\b"
 )
 _QUOTE_OPEN = re.compile(
     r"(?i)^[^\w\s]{2,}\s*(?:\w+\s){0,2}?(?:sample|generation|generated|completion|prompt|response|output|example|rollout)s?\b"
@@ -343,7 +344,7 @@ class Scanner:
                 "",
                 captures,
                 text if excused else "",
-                pattern.weak,
+                weak=pattern.weak,
             )
         )
 

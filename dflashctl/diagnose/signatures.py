@@ -12,8 +12,9 @@ from typing import Any
 from dflashctl.errors import ConfigError
 
 if sys.version_info >= (3, 11):
-    import tomllib
     from re import _parser  # type: ignore[attr-defined]  # the parse tree, to know what a regex needs
+
+    import tomllib
 else:
     import sre_parse as _parser
 

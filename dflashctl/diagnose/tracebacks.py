@@ -42,6 +42,7 @@ class Finding:
         survived: the words in which the log says that the program went on.
         top_level: the traceback ends the program (its outermost frame is the module's).
         progress_at: progress lines seen before it ended; steps: after it (set when the log has been read).
+        frame: line and text of the innermost frame of the program itself, not of a library.
         time: seconds since the epoch, or of the day, by the last stamp before it.
     """
 
@@ -56,6 +57,7 @@ class Finding:
     thread: str = ""
     captures: dict[str, str] = field(default_factory=dict)
     survived: str = ""
+    frame: tuple[int, str] | None = None
     weak: bool = False
     end: int = 0
     top_level: bool = False
@@ -64,6 +66,15 @@ class Finding:
     time: float | None = None
     file: str = ""
     order: int = 0
+
+
+_LIBRARY = re.compile(r"(?:site|dist)-packages/|/lib/python3|<frozen |<string>|importlib/")
+
+
+def own_frame(frames: list[tuple[int, str]]) -> tuple[int, str] | None:
+    """The innermost frame that is no library's: the place to look at."""
+    own = (f for f in reversed(frames) if f[1].startswith('File "') and not _LIBRARY.search(f[1]))
+    return next(own, None)
 
 
 def exception_type(text: str) -> str:
@@ -228,6 +239,7 @@ class Traceback:
             self.thread,
             captures,
             self.survived,
+            own_frame(error.frames),
             end=self.end,
             top_level=error.top_level,
         )

@@ -21,7 +21,7 @@ from dflashctl.errors import (
 )
 
 GOLDEN = Path(__file__).parent / "help"
-COMMANDS = ("launch", "status", "logs", "stop", "ls")
+COMMANDS = ("launch", "status", "logs", "stop", "ls", "diagnose")
 
 
 @pytest.mark.parametrize("command", ["", *COMMANDS])

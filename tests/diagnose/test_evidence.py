@@ -1,0 +1,136 @@
+"""Which files are read, in which order they are believed, and what a run's folder brings with it."""
+
+from __future__ import annotations
+
+import json
+from pathlib import Path
+
+import pytest
+
+from dflashctl.diagnose import evidence
+from dflashctl.diagnose.evidence import diagnose_paths
+
+STEPS = "".join(f"2026-01-01 10:00:{i:02d},000 - INFO - step {i} loss 2.{i}\n" for i in range(5))
+
+
+def crash(second: int, error: str) -> str:
+    stack = 'Traceback (most recent call last):\n  File "t.py", line 9, in <module>\n    main()\n'
+    return f"2026-01-01 10:01:{second:02d},000 - ERROR - stopped\n{stack}{error}\n"
+
+
+def write(folder: Path, **files: str) -> list[Path]:
+    paths = []
+    for name, text in files.items():
+        path = folder / f"{name}.log"
+        path.write_text(text)
+        paths.append(path)
+    return paths
+
+
+def test_the_earliest_root_over_files_wins_by_the_clock(tmp_path: Path) -> None:
+    paths = write(
+        tmp_path, rank0=STEPS + crash(30, "ValueError: late"), rank1=STEPS + crash(10, "KeyError: 'early'")
+    )
+    found = diagnose_paths(paths, {"process_alive": False, "exit_code": 1})
+    assert found.root is not None
+    assert (found.root.file, found.root.line, found.root.text) == ("rank1.log", 10, "KeyError: 'early'")
+    assert [c.file for c in found.cascades] == ["rank0.log"]
+
+
+def test_clocks_within_their_skew_decide_nothing(tmp_path: Path) -> None:
+    paths = write(
+        tmp_path, rank0=STEPS + crash(11, "ValueError: first named"), rank1=STEPS + crash(10, "KeyError: 'x'")
+    )
+    found = diagnose_paths(paths, {"process_alive": False, "exit_code": 1})
+    assert found.root is not None
+    assert found.root.file == "rank0.log"
+    assert any("clocks can't decide" in line for line in found.fired)
+
+
+def test_a_root_on_one_rank_outweighs_the_others_timeouts(tmp_path: Path) -> None:
+    watchdog = "[rank0]:[E1129 10:00:00.0 ProcessGroupNCCL.cpp:616] [Rank 0] Watchdog caught collective operation timeout: x\n"
+    paths = write(
+        tmp_path, rank0=STEPS + watchdog, rank1=STEPS + crash(40, "IndexError: list index out of range")
+    )
+    found = diagnose_paths(paths, {"process_alive": False, "exit_code": 1})
+    assert (found.class_, found.root and found.root.file) == ("user-exception", "rank1.log")
+
+
+def test_torchelastics_folder_the_last_attempt_and_its_error_file(tmp_path: Path) -> None:
+    for attempt, error in ((0, "ValueError: old"), (1, "KeyError: 'new'")):
+        rank = tmp_path / "none_abc" / f"attempt_{attempt}" / "0"
+        rank.mkdir(parents=True)
+        (rank / "stderr.log").write_text(STEPS)
+        stack = f'Traceback (most recent call last):\n  File "t.py", line 3, in main\n    go()\n{error}\n'
+        extra = {"py_callstack": stack, "timestamp": "1767261600"}
+        (rank / "error.json").write_text(json.dumps({"message": {"message": error, "extraInfo": extra}}))
+    found = diagnose_paths([tmp_path], {"process_alive": False, "exit_code": 1})
+    assert found.root is not None
+    assert (found.root.file, found.root.line, found.root.text) == (
+        "none_abc/attempt_1/0/error.json",
+        1,
+        "KeyError: 'new'",
+    )
+
+
+def test_a_runs_folder_brings_its_record(tmp_path: Path) -> None:
+    (tmp_path / "run.log").write_text(STEPS)
+    (tmp_path / "state.json").write_text(
+        json.dumps({"status": "exited", "exit_code": None, "signal": "SIGKILL", "oom_kills": 1})
+    )
+    found = diagnose_paths([tmp_path])
+    assert (found.class_, found.verdict) == ("cgroup-oom", "failed")
+    assert diagnose_paths([tmp_path], {"exit_code": 0, "signal": None, "oom_kills": 0}).verdict == "finished"
+
+
+def test_a_running_record_claims_nothing(tmp_path: Path) -> None:
+    (tmp_path / "run.log").write_text(STEPS)
+    (tmp_path / "state.json").write_text(json.dumps({"status": "running", "exit_code": 1}))
+    assert diagnose_paths([tmp_path]).verdict == "healthy"
+
+
+def test_an_event_tells_of_a_failure_the_log_lost(tmp_path: Path) -> None:
+    (tmp_path / "run.log").write_text(STEPS)
+    event = {
+        "t": 1.0,
+        "event": "failed",
+        "worker": "drafter-0",
+        "error": "OSError: [Errno 28] No space left on device",
+    }
+    (tmp_path / "events.jsonl").write_text('{"t": 0, "event": "start"}\n' + json.dumps(event) + "\n")
+    found = diagnose_paths([tmp_path], {"process_alive": False, "exit_code": 1})
+    assert found.root is not None
+    assert (found.class_, found.root.file, found.root.line) == ("disk-full", "events.jsonl", 2)
+
+
+@pytest.mark.parametrize(
+    "text", ["", "{", "[]", '{"message": 3}', '{"message": {"message": null}}', "[" * 5000]
+)
+def test_broken_records_are_no_evidence(tmp_path: Path, text: str) -> None:
+    (tmp_path / "run.log").write_text(STEPS)
+    for name in ("state.json", "error.json", "events.jsonl"):
+        (tmp_path / name).write_text(text)
+    assert diagnose_paths([tmp_path]).verdict == "healthy"
+
+
+def test_a_log_beyond_the_limit_is_read_at_its_ends(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(evidence, "WHOLE", 10_000)
+    monkeypatch.setattr(evidence, "HEAD", 1_000)
+    monkeypatch.setattr(evidence, "TAIL", 2_000)
+    lines = [f"step {i} | loss 2.0" for i in range(2_000)]
+    lines[1_000] = "ValueError: in the middle"
+    path = tmp_path / "big.log"
+    path.write_text("\n".join([*lines, "run.sh: line 3: 812 Killed                  python t.py"]) + "\n")
+    facts = {"process_alive": False, "exit_code": 137}
+    found = diagnose_paths([path], facts)
+    assert found.root is not None
+    assert (found.class_, found.root.line) == ("host-oom-kill", 2_001)
+    assert "only counted" in found.notes[0]
+    assert not diagnose_paths([path], facts, full=True).notes
+
+
+def test_nothing_to_read_is_said(tmp_path: Path) -> None:
+    with pytest.raises(FileNotFoundError):
+        diagnose_paths([tmp_path])
+    with pytest.raises(FileNotFoundError):
+        diagnose_paths([tmp_path / "none.log"])
