@@ -8,6 +8,7 @@ from typing import TYPE_CHECKING, Annotated, Optional
 import typer
 
 from dflashctl.cli import complete
+from dflashctl.cli.detach import detached
 from dflashctl.cli.options import AcceptNewOption, HostOption, HostsOption, WaitOption
 from dflashctl.errors import ExitCode
 
@@ -136,10 +137,7 @@ def _wait(place: Place, session: Session, run_id: str, seconds: float) -> int:
         with Watcher(lambda: sessions.pop() if sessions else place.session(), run_id) as watcher:
             look = watch(watcher, seconds, False, status.DEFAULT_LINES, ladder)
     except KeyboardInterrupt:
-        messages.print(
-            ["", "-- detached; the run goes on"] if messages.live else "-- detached; the run goes on"
-        )
-        return ExitCode.INTERRUPTED
+        return detached()
     if look.verdict.state in ("training", "evaluating", "finished"):
         out.print(screens.proven(look, seconds, out))
         out.print(["", *screens.following(place.host.name, place.hosts.default_name, out)])

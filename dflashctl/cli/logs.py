@@ -6,6 +6,7 @@ from typing import TYPE_CHECKING, Annotated, Optional
 
 import typer
 
+from dflashctl.cli.detach import detached
 from dflashctl.cli.options import AcceptNewOption, HostOption, HostsOption, RunArgument
 from dflashctl.errors import ExitCode
 
@@ -72,11 +73,7 @@ def logs(
                 end = item
     except KeyboardInterrupt:
         writer.end_line()
-        if follow:
-            messages.print(
-                ["", "-- detached; the run goes on"] if messages.live else "-- detached; the run goes on"
-            )
-        return ExitCode.INTERRUPTED
+        return detached() if follow else ExitCode.INTERRUPTED
     writer.end_line()
     assert end is not None  # follow() yields End or raises
     seen.remember({end.run_id: place.host.name})

@@ -6,6 +6,7 @@ from typing import TYPE_CHECKING, Annotated, Optional
 
 import typer
 
+from dflashctl.cli.detach import detached
 from dflashctl.cli.options import (
     AcceptNewOption,
     HostOption,
@@ -14,6 +15,7 @@ from dflashctl.cli.options import (
     RunArgument,
     WaitOption,
 )
+from dflashctl.errors import ExitCode
 
 if TYPE_CHECKING:
     from dflashctl.render.ladder import Ladder
@@ -43,8 +45,11 @@ def status(
 
     place = reach.place(host, hosts, accept_new, run)
     ladder = None if json else Ladder(terminal.stderr(), wait or 0.0, skip_reached=True)
-    with Watcher(place.session, run) as watcher:
-        look = watch(watcher, wait, full, screens.DEFAULT_LINES if lines is None else lines, ladder)
+    try:
+        with Watcher(place.session, run) as watcher:
+            look = watch(watcher, wait, full, screens.DEFAULT_LINES if lines is None else lines, ladder)
+    except KeyboardInterrupt:
+        return detached() if wait else ExitCode.INTERRUPTED
     snapshot, verdict = look.snapshot, look.verdict
     seen.remember({snapshot.run_id: place.host.name})
     if json:

@@ -1,11 +1,14 @@
 """`dflashctl status` on real runs: verdicts, waits, JSON."""
 
 import json
+import signal
 import time
+from pathlib import Path
 
 import pytest
 
 from tests.cli import scripts
+from tests.running import wait_for
 
 SCHEMA = {
     "schema", "run_id", "host", "state", "phase", "reason", "exit_code", "act", "advice", "wait_s", "work", "rests_on",
@@ -115,6 +118,17 @@ def test_a_wait_that_ends_in_warm_up_exits_5_with_advice(cli, started):
     assert 2.0 <= took < 15
     assert shown.stdout.splitlines()[-1].startswith("wait:")
     assert "WARMING" in shown.stdout.splitlines()[0]
+
+
+def test_ctrl_c_in_a_wait_detaches(cli, started):
+    started("loads", scripts.LOADS)
+    process = cli.popen("status", "--wait", "60")
+    wait_for(Path(f"/proc/{process.pid}/task/{process.pid}/children").read_text)  # it has started its agent
+    process.send_signal(signal.SIGINT)
+    stdout, stderr = process.communicate(timeout=10)
+    assert (process.returncode, stdout) == (130, "")
+    assert "detached; the run goes on" in stderr
+    assert cli("status").returncode == 5
 
 
 def test_full_waits_the_whole_time(cli, started):

@@ -233,10 +233,12 @@ def test_a_shutdown_of_the_container_stops_the_run_with_grace(own_container: tup
     script = (
         "import signal, sys, time\n"
         "signal.signal(15, lambda *_: (print('saved', flush=True), sys.exit(143)))\n"
+        "print('ready', flush=True)\n"
         "time.sleep(600)"
     )
     with place.session() as session:
         place.start(session, "a", script)
+        wait_for(lambda: session.call("snapshot", want_gpu=False)["log"]["lines"] == ["ready"])
     container.shutdown()
     container.start()
     with place.session() as session:
@@ -246,7 +248,7 @@ def test_a_shutdown_of_the_container_stops_the_run_with_grace(own_container: tup
         snapshot["state"]["stopped_by"]
         == "a signal from outside (shutdown of the machine, or systemctl stop)"
     )
-    assert snapshot["log"]["lines"] == ["saved"]
+    assert snapshot["log"]["lines"] == ["ready", "saved"]
 
 
 def test_odd_characters_in_the_path_reach_the_unit_unchanged(
