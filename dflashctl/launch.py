@@ -13,12 +13,10 @@ from dflashctl.config import Host, PctHost
 from dflashctl.errors import ConfigError, DflashError
 from dflashctl.preflight import judge, preflight
 from dflashctl.profile import Profile
+from dflashctl.stop import GRACE
 
 if TYPE_CHECKING:
     from dflashctl.remote.session import Session
-
-GRACE = 60.0
-"""Seconds a stopped trainer gets to save a checkpoint."""
 
 
 @dataclass(frozen=True)

@@ -11,6 +11,8 @@ from collections.abc import Mapping
 from dataclasses import dataclass, field
 from typing import Any
 
+from dflashctl.config import WARMUP
+
 PHASES = (
     "start",
     "dataset",
@@ -22,16 +24,6 @@ PHASES = (
     "saving",
     "evaluating",
 )
-
-DEFAULT_WARMUP = {
-    "start": 60.0,
-    "dataset": 120.0,
-    "targets": 300.0,
-    "drafters": 300.0,
-    "first_step": 120.0,
-    "evaluating": 600.0,
-}
-"""Seconds a phase may be silent, where neither host nor profile says otherwise."""
 
 
 def mapping(value: Any) -> Mapping[str, Any]:
@@ -261,7 +253,7 @@ class Snapshot:
     def warmup(self, phase: str) -> float:
         """Seconds that phase may be silent."""
         given = finite(mapping(self.manifest.get("warmup")).get(phase))
-        return given if given is not None and given > 0 else DEFAULT_WARMUP.get(phase, 60.0)
+        return given if given is not None and given > 0 else WARMUP.get(phase, 60.0)
 
     def devices(self) -> list[str]:
         """Devices of the run's workers, as its manifest names them."""

@@ -8,6 +8,7 @@ import typer
 
 from dflashctl.cli.options import AcceptNewOption, HostOption, HostsOption, JsonOption, RunArgument
 from dflashctl.errors import ExitCode
+from dflashctl.stop import GRACE
 
 
 def stop(
@@ -17,7 +18,7 @@ def stop(
         typer.Option(
             "--grace", metavar="SECONDS", min=0, help="Time to save a checkpoint before it is killed."
         ),
-    ] = 60.0,
+    ] = GRACE,
     json: JsonOption = False,
     host: HostOption = None,
     hosts: HostsOption = None,

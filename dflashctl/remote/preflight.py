@@ -1,4 +1,4 @@
-"""What must hold before a launch, gathered in one answer. Facts only; dflashctl/launch.py judges them.
+"""What must hold before a launch, gathered in one answer. Facts only; dflashctl/preflight.py judges them.
 
 Standard library only, Python >= 3.9.
 """

@@ -30,6 +30,11 @@ START_PATIENCE = 30.0
 """Seconds after which a run that no supervisor took over counts as lost."""
 
 
+WHOLE = ("pid", "pgid", "pid_start_ticks", "supervisor_pid", "supervisor_start_ticks")
+TIMES = ("started", "updated", "ended", "stop_requested")
+"""Fields of state.json that hold a whole number, or a time; or null."""
+
+
 class Gpus:
     """nvidia-smi, asked from a thread of its own: a GPU off the bus can hang it for good, and must not hang us."""
 
@@ -187,12 +192,23 @@ class RunProbe:
             if state["pid"] not in pids or now - read_at > TREE_FRESH:
                 pids = supervisor.members(state["pgid"] or state["pid"])
                 self.tree = (pids, now)
-            part.update(usage(state["pid"], pids))
+            part.update(usage(pids))
         return part
 
 
 def read_state(folder):
-    return supervisor.read_json(os.path.join(folder, "state.json"))
+    """The supervisor's record, with every field that code here relies on; None where it can't be read or is no such record."""
+    state = supervisor.read_json(os.path.join(folder, "state.json"))
+    if state is None:
+        return None
+    state = {**dict.fromkeys((*WHOLE, *TIMES)), "killed_after_grace": False, **state}
+    sound = (
+        state.get("status") in ("starting", "running", "exited")
+        and all(state[name] is None or type(state[name]) is int for name in WHOLE)
+        and all(state[name] is None or type(state[name]) in (int, float) for name in TIMES)
+        and state["pgid"] in (None, state["pid"])  # a group that is not the trainer's must never be signalled
+    )
+    return state if sound else None
 
 
 def living(state):
@@ -216,7 +232,7 @@ def standing(state):
     return "starting" if status == "starting" and young else "lost"
 
 
-def usage(leader, pids):
+def usage(pids):
     """CPU, memory, threads and reads of the processes together. Sizes in bytes, CPU in seconds."""
     tick, page = os.sysconf("SC_CLK_TCK"), os.sysconf("SC_PAGE_SIZE")
     total = {"cpu_seconds": 0.0, "rss_bytes": 0, "threads": 0, "children": -1, "io_read_bytes": 0}
