@@ -51,9 +51,12 @@ class Attention(nn.Module):
 
     def keys_values(self, x: Tensor, rotary: Rotary) -> tuple[Tensor, Tensor]:
         """`[B, n, D]` of context or block -> keys (normed, rotated) and values, `[B, KV, n, d]`."""
-        keys = self.k_norm(self.k_proj(x).unflatten(-1, (-1, self.head_dim))).transpose(1, 2)
-        values = self.v_proj(x).unflatten(-1, (-1, self.head_dim)).transpose(1, 2)
-        return rotate(keys, rotary), values
+        return self.heads(self.k_proj(x), self.v_proj(x), rotary)
+
+    def heads(self, keys: Tensor, values: Tensor, rotary: Rotary) -> tuple[Tensor, Tensor]:
+        """Projected `[B, n, KV*d]` -> keys (normed, rotated) and values, `[B, KV, n, d]`."""
+        keys = self.k_norm(keys.unflatten(-1, (-1, self.head_dim))).transpose(1, 2)
+        return rotate(keys, rotary), values.unflatten(-1, (-1, self.head_dim)).transpose(1, 2)
 
     def forward(self, x: Tensor, rotary: Rotary, attend: Attend) -> Tensor:
         query = self.q_norm(self.q_proj(x).unflatten(-1, (-1, self.head_dim))).transpose(1, 2)
@@ -128,6 +131,16 @@ class Drafter(nn.Module):
         """Target features `[B, S, F*D]` -> context `[B, S, D]`, the same for every layer."""
         return self.hidden_norm(self.fc(features))
 
+    def context_keys_values(self, context: Tensor, rotary: Rotary) -> list[tuple[Tensor, Tensor]]:
+        """`Attention.keys_values` of the context for every layer, projected by one matrix product.
+
+        A layer's own two products are too narrow to fill a GPU: their outputs have only KV*d columns.
+        """
+        layers: list[Attention] = [layer.self_attn for layer in self.layers]  # type: ignore[misc]
+        weights = torch.cat([w for layer in layers for w in (layer.k_proj.weight, layer.v_proj.weight)])
+        projected = F.linear(context, weights).chunk(2 * len(layers), -1)
+        return [layer.heads(projected[2 * i], projected[2 * i + 1], rotary) for i, layer in enumerate(layers)]
+
     def forward(
         self, context: Tensor, blocks: Tensor, anchors: Tensor, valid: Tensor, lengths: Tensor | None = None
     ) -> Tensor:
@@ -150,8 +163,7 @@ class Drafter(nn.Module):
         positions = (anchors[..., None] + torch.arange(k, device=anchors.device)).view(b, a * k)
         here = self._rotary(positions, blocks.dtype)
         x = blocks.reshape(b, a * k, -1)
-        for layer in self.layers:
-            keys, values = layer.self_attn.keys_values(context, seen)  # type: ignore[union-attr, operator]
+        for layer, (keys, values) in zip(self.layers, self.context_keys_values(context, seen), strict=True):
             attend = functools.partial(attention.attend, context_keys=keys, context_values=values, mask=mask)
             x = layer(x, here, attend)
         return self.norm(x).view_as(blocks)

@@ -11,14 +11,18 @@ Slots k = 1..K-1 of a block predict the token at anchor + k; slot 0, the anchor,
 
 from __future__ import annotations
 
+from collections.abc import Callable
 from dataclasses import dataclass
 from typing import Any
 
 import torch
 from torch import Tensor
 
-CHUNK_ELEMENTS = 1 << 27
-"""Logits formed at once when `chunk` is 0: 0.5 GiB in float32."""
+CHUNK_ELEMENTS = 5 << 26
+"""Logits formed at once when `chunk` is 0: 0.63 GiB in bfloat16."""
+
+Slope = Callable[[Tensor, Tensor, Tensor, str, float, float], tuple[Tensor, Tensor, Tensor, Tensor]]
+"""`loss_slope`, or a compiled copy of it."""
 
 
 @dataclass(frozen=True)
@@ -63,6 +67,41 @@ def slot_weights(ce: Tensor, valid: Tensor, kind: str, gamma: float, alpha: floa
     raise ValueError(f"unknown loss kind {kind!r}: ce-decay or ce-dpace")
 
 
+def loss_slope(
+    logits: Tensor, target: Tensor, valid: Tensor, kind: str, gamma: float, alpha: float
+) -> tuple[Tensor, Tensor, Tensor, Tensor]:
+    """What a chunk's logits say, computed in float32 (float64 stays); compiled, without a copy of them.
+
+    Args:
+        logits: `[n, K-1, V]`.
+        target: labels, `[n, K-1]`, in range everywhere.
+        valid: `[n, K-1]` bool.
+        kind, gamma, alpha: as in `slot_weights`.
+
+    Returns:
+        the gradient of sum(w * CE) with respect to the logits, in their dtype; CE (0 where invalid); w; argmax == target.
+    """
+    wide = logits.to(torch.promote_types(logits.dtype, torch.float32))
+    normaliser = wide.logsumexp(-1)
+    ce = normaliser - wide.gather(-1, target[..., None])[..., 0]
+    weights = slot_weights(ce, valid, kind, gamma, alpha)
+    hits = (logits.argmax(-1) == target) & valid
+    label = torch.arange(logits.shape[-1], device=logits.device) == target[..., None]
+    slope = ((wide - normaliser[..., None]).exp() - label.to(wide.dtype)) * weights[..., None]
+    return slope.to(logits.dtype), ce.masked_fill(~valid, 0), weights, hits
+
+
+def chunk_size(blocks: int, slots: int, vocabulary: int) -> int:
+    """Blocks a chunk: as many as CHUNK_ELEMENTS allows, all chunks about equal, so that few shapes occur.
+
+    From 64 blocks on a multiple of 64: then a chunk's rows fill the tiles of a matrix product.
+    """
+    most = max(1, CHUNK_ELEMENTS // (slots * vocabulary))
+    even = -(-blocks // -(-blocks // most))
+    aligned = -(-even // 64) * 64
+    return aligned if aligned <= most else even
+
+
 def block_loss(
     hidden: Tensor,
     head: Tensor,
@@ -72,6 +111,7 @@ def block_loss(
     gamma: float = 0.0,
     alpha: float = 0.5,
     chunk: int = 0,
+    slope: Slope = loss_slope,
 ) -> LossOutput:
     """The loss of a batch of blocks; logits and their gradient are formed for `chunk` blocks at a time.
 
@@ -81,7 +121,8 @@ def block_loss(
         labels: token at anchor + k, `[B, A, K-1]`; any value in range where invalid.
         labels_valid: `[B, A, K-1]` bool.
         kind, gamma, alpha: see the module; gamma 0 means `default_gamma(K)`.
-        chunk: blocks at a time; 0: as many as CHUNK_ELEMENTS allows.
+        chunk: blocks at a time; 0: `chunk_size`.
+        slope: `loss_slope`, or a compiled copy: at most two shapes occur for one shape of `hidden`.
 
     Raises:
         ValueError: unknown kind, or a head that asks for a gradient.
@@ -90,14 +131,16 @@ def block_loss(
         raise ValueError("the head is the target's and frozen: pass it without requires_grad")
     size = hidden.shape[2]
     slots = size - 1
-    chunk = chunk or max(1, CHUNK_ELEMENTS // (slots * head.shape[0]))
+    chunk = chunk or chunk_size(hidden.shape[0] * hidden.shape[1], slots, head.shape[0])
     flat, valid = labels.reshape(-1, slots), labels_valid.reshape(-1, slots)
     loss, weight, ce, hits = _ChunkedLoss.apply(
         hidden[:, :, 1:].reshape(-1, slots, hidden.shape[-1]),
         head,
         flat,
         valid,
-        (kind, gamma or default_gamma(size), alpha, chunk),
+        (kind, gamma or default_gamma(size), alpha),
+        chunk,
+        slope,
     )
     return LossOutput(
         loss=loss,
@@ -121,27 +164,21 @@ class _ChunkedLoss(torch.autograd.Function):
         head: Tensor,  # [V, D]
         labels: Tensor,  # [N, K-1]
         valid: Tensor,  # [N, K-1]
-        how: tuple[str, float, float, int],
+        how: tuple[str, float, float],
+        chunk: int,
+        slope_of: Slope,
     ) -> tuple[Tensor, Tensor, Tensor, Tensor]:
-        kind, gamma, alpha, chunk = how
         sums, weight_sums, ces, hits, gradients = [], [], [], [], []
         for at in range(0, hidden.shape[0], chunk):
             rows, ok = hidden[at : at + chunk], valid[at : at + chunk]
             target = labels[at : at + chunk].masked_fill(~ok, 0)
-            logits = rows @ head.T
-            hits.append((logits.argmax(-1) == target) & ok)
-            logits = logits.to(torch.promote_types(logits.dtype, torch.float32))
-            normaliser = logits.logsumexp(-1)
-            ce = normaliser - logits.gather(-1, target[..., None])[..., 0]
-            weights = slot_weights(ce, ok, kind, gamma, alpha)
-            sums.append((weights * ce).masked_fill(~ok, 0).sum())
+            slope, ce, weights, hit = slope_of(rows @ head.T, target, ok, *how)
+            sums.append((weights * ce).sum())
             weight_sums.append(weights.sum())
-            ces.append(ce.masked_fill(~ok, 0))
+            ces.append(ce)
+            hits.append(hit)
             if ctx.needs_input_grad[0]:
-                slope = logits.sub_(normaliser[..., None]).exp_()  # softmax, in place of the logits
-                slope.scatter_add_(-1, target[..., None], slope.new_full((), -1).expand_as(target[..., None]))
-                slope.mul_(weights[..., None])
-                gradients.append(slope.to(hidden.dtype) @ head)
+                gradients.append(slope @ head)
         weight = torch.stack(weight_sums).sum()
         scale = torch.where(weight > 0, 1 / weight, 0)
         if gradients:
@@ -153,4 +190,4 @@ class _ChunkedLoss(torch.autograd.Function):
     @staticmethod
     def backward(ctx: Any, *grads: Tensor) -> tuple[Tensor | None, ...]:
         gradient, scale = ctx.saved_tensors
-        return gradient * (grads[0] * scale), None, None, None, None
+        return gradient * (grads[0] * scale), None, None, None, None, None, None

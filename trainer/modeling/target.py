@@ -27,6 +27,16 @@ DTYPES = {
 }
 
 
+PLAIN_DECODERS = frozenset({"llama", "mistral", "qwen2", "qwen3"})
+"""Families whose layers need nothing but the hidden states, positions and rotation: they can be run one by one."""
+
+
+def layer_forward(layer: Any, hidden: Tensor, positions: Tensor, rotary: tuple[Tensor, Tensor]) -> Tensor:
+    """One decoder layer, causal, past its hooks. `[B, S, D]` -> the same; compiled by workers as it stands."""
+    out = layer.forward(hidden, attention_mask=None, position_ids=positions, position_embeddings=rotary)
+    return out[0] if isinstance(out, tuple) else out
+
+
 class _AllCaptured(Exception):
     """Raised by the hook of the last layer that is read: nothing behind it is wanted."""
 
@@ -49,6 +59,8 @@ class Target:
         model: the `PreTrainedModel`, in eval mode, without gradients.
         config: its configuration (the text part).
         layer_ids: 0-based; id i is read after layer i, before any final norm.
+        by_layer: whether `features` runs the layers one by one, through `run_layer`; else the whole decoder does.
+        run_layer: `layer_forward`, or a compiled copy of it that a worker puts here.
     """
 
     def __init__(self, model: Any, layer_ids: Sequence[int], path: Path | None = None) -> None:
@@ -58,7 +70,7 @@ class Target:
         self.path = path
         self.layer_ids = tuple(layer_ids)
         self._decoder = model.get_decoder()
-        layers = _find_layers(self._decoder, self.config.num_hidden_layers)
+        layers = self._layers = _find_layers(self._decoder, self.config.num_hidden_layers)
         wrong = [i for i in self.layer_ids if not 0 <= i < len(layers)]
         if wrong or not self.layer_ids:
             raise ModelError(f"target layer ids {list(self.layer_ids)} must lie in 0..{len(layers) - 1}")
@@ -75,6 +87,8 @@ class Target:
         self.embedding: Tensor = _embedding_table(model.get_input_embeddings())
         """`[V, D]`."""
         names = inspect.signature(self._decoder.forward).parameters
+        self.by_layer = _is_plain(self._decoder, self.config)
+        self.run_layer = layer_forward
         self.cache_argument = "cache" if "cache" in names else "past_key_values"
         """The name of the forward's cache argument; it changed within transformers 5."""
 
@@ -133,13 +147,28 @@ class Target:
             `[B, S, F*D]`, in the order of `layer_ids`.
         """
         capture = _Capture(stop=True)
-        with torch.inference_mode(), _capturing(capture), contextlib.suppress(_AllCaptured):
-            self._decoder(input_ids=input_ids, use_cache=False)
+        if self.by_layer:
+            self._run_layers(input_ids, capture)
+        else:
+            with torch.inference_mode(), _capturing(capture), contextlib.suppress(_AllCaptured):
+                self._decoder(input_ids=input_ids, use_cache=False)
         features = self._joined(capture)
         if lengths is not None:
             padding = torch.arange(input_ids.shape[1], device=input_ids.device) >= lengths[:, None]
             features.masked_fill_(padding[..., None], 0)
         return features
+
+    @torch.no_grad()
+    def _run_layers(self, input_ids: Tensor, capture: _Capture) -> None:
+        """Up to the last layer that is read. Nothing here asks the device for a value, as the decoder's own
+        forward does when it looks for packed rows: so it can be captured in a CUDA graph."""
+        hidden = self._decoder.embed_tokens(input_ids)
+        positions = torch.arange(input_ids.shape[1], device=input_ids.device)[None]
+        rotary = self._decoder.rotary_emb(hidden, positions)
+        for index, layer in enumerate(self._layers[: max(self.layer_ids) + 1]):
+            hidden = self.run_layer(layer, hidden, positions, rotary)
+            if index in self.layer_ids:
+                capture.states[index] = hidden
 
     def step(self, input_ids: Tensor, cache: Any, last_only: bool = False) -> tuple[Tensor, Tensor]:
         """One forward of the whole model behind what `cache` holds, which it extends.
@@ -271,6 +300,19 @@ def _find_layers(decoder: nn.Module, count: int) -> nn.ModuleList:
             f"can't find the {count} layers of {type(decoder).__name__}: hidden states can't be read"
         )
     return found[0]
+
+
+def _is_plain(decoder: nn.Module, config: Any) -> bool:
+    """Whether `layer_forward` over the layers is the decoder's own forward: full attention, by SDPA (which is causal
+    without a mask; others need one), and a rotation that doesn't depend on the length."""
+    return (
+        config.model_type in PLAIN_DECODERS
+        and getattr(config, "_attn_implementation", None) == "sdpa"
+        and set(getattr(config, "layer_types", None) or ("full_attention",)) == {"full_attention"}
+        and not getattr(config, "sliding_window", None)
+        and getattr(getattr(decoder, "rotary_emb", None), "rope_type", "")
+        in ("default", "linear", "llama3", "yarn")
+    )
 
 
 def _embedding_table(module: Any) -> Tensor:
