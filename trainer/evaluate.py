@@ -11,7 +11,6 @@ import argparse
 import copy
 import dataclasses
 import json
-import math
 import sys
 from collections.abc import Callable, Iterator, Mapping, Sequence
 from dataclasses import dataclass
@@ -28,6 +27,7 @@ from trainer.modeling import ModelError
 from trainer.modeling.decoding import Generation, Sampler, decode, speculate
 from trainer.modeling.drafter import Drafter
 from trainer.modeling.target import Target
+from trainer.options import add_template_argument, at_least
 from trainer.runtime import devices
 
 SCHEMA = 1
@@ -271,18 +271,11 @@ def add_arguments(parser: argparse.ArgumentParser) -> None:
     parser.add_argument("--target", required=True, help="model folder, .gguf file, or bundled:NAME")
     parser.add_argument("--drafter", required=True, type=Path, help="a checkpoint or an export")
     parser.add_argument("--prompts", required=True, help="JSONL of messages or prompts, or bundled:NAME")
-    parser.add_argument("--count", type=_at_least(0), default=40, metavar="N", help="prompts used; 0: all")
+    parser.add_argument("--count", type=at_least(0), default=40, metavar="N", help="prompts used; 0: all")
+    add_template_argument(parser, "as the training data was prepared")
+    parser.add_argument("--max-new-tokens", type=at_least(1), default=128, metavar="N", help="per prompt")
     parser.add_argument(
-        "--template-argument",
-        action="append",
-        default=[],
-        type=_pair,
-        metavar="KEY=VALUE",
-        help="for the chat template, such as enable_thinking=false; as the training data was prepared",
-    )
-    parser.add_argument("--max-new-tokens", type=_at_least(1), default=128, metavar="N", help="per prompt")
-    parser.add_argument(
-        "--temperature", type=_at_least(0.0), default=0.0, metavar="T", help="0: greedy (default)"
+        "--temperature", type=at_least(0.0), default=0.0, metavar="T", help="0: greedy (default)"
     )
     parser.add_argument("--seed", type=int, default=0, help="of the samples at T > 0")
     parser.add_argument("--device", default="cuda" if torch.cuda.is_available() else "cpu")
@@ -294,29 +287,6 @@ def add_arguments(parser: argparse.ArgumentParser) -> None:
         help="decode without the drafter too: the speed to compare with, and the identity check (default)",
     )
     parser.add_argument("--json", action="store_true", help="one JSON object on stdout")
-
-
-def _at_least(low: float) -> Callable[[str], float]:
-    """A converter to the type of `low` that refuses what is below it."""
-
-    def number(text: str) -> float:
-        value = type(low)(text)
-        if not low <= value < math.inf:
-            raise argparse.ArgumentTypeError(f"{text} is not a number from {low} up")
-        return value
-
-    return number
-
-
-def _pair(text: str) -> tuple[str, Any]:
-    """KEY=VALUE; a value that is JSON (false, 3) is taken as such, any other as text."""
-    key, equals, value = text.partition("=")
-    if not key or not equals:
-        raise argparse.ArgumentTypeError(f"{text!r} is not KEY=VALUE")
-    try:
-        return key, json.loads(value)
-    except ValueError:
-        return key, value
 
 
 def run(args: argparse.Namespace) -> int:

@@ -18,6 +18,7 @@ from trainer.data.dataset import FORMAT, META, Dataset, DatasetWriter
 from trainer.data.encode import Line, Recipe, Reject, encode_all, usable_cores
 from trainer.data.errors import DataError
 from trainer.data.masking import METHOD, Encoded, Masker, template_hash
+from trainer.options import add_template_argument, at_least
 
 REJECTS = "rejects.jsonl"
 EXAMPLES = 5  # rejected rows shown
@@ -254,24 +255,17 @@ def add_arguments(parser: argparse.ArgumentParser) -> None:
     parser.add_argument("--tokenizer", required=True, type=Path, help="the target: its folder or GGUF file")
     parser.add_argument("--output", required=True, type=Path, metavar="DIR", help="the dataset to make")
     parser.add_argument(
-        "--max-length", type=_positive, default=3072, metavar="N", help="tokens; longer rows are cut"
+        "--max-length", type=at_least(1), default=3072, metavar="N", help="tokens; longer rows are cut"
     )
     parser.add_argument(
         "--chat-template", type=Path, metavar="FILE", help="Jinja template; default: the tokenizer's"
     )
+    add_template_argument(parser, "as the target is served")
     parser.add_argument(
-        "--template-argument",
-        action="append",
-        default=[],
-        type=_pair,
-        metavar="KEY=VALUE",
-        help="for the chat template, such as enable_thinking=false; as the target is served",
+        "--bucket-count", type=at_least(1), default=8, metavar="N", help="length buckets to report"
     )
     parser.add_argument(
-        "--bucket-count", type=_positive, default=8, metavar="N", help="length buckets to report"
-    )
-    parser.add_argument(
-        "--jobs", type=_positive, default=0, metavar="N", help="worker processes; default: the cores"
+        "--jobs", type=at_least(1), default=0, metavar="N", help="worker processes; default: the cores"
     )
     parser.add_argument("--strict", action="store_true", help="fail when any row is rejected")
     parser.add_argument("--overwrite", action="store_true", help="replace DIR if it is there")
@@ -316,20 +310,3 @@ def run(args: argparse.Namespace) -> int:
         print(f"  {bucket['length']:>6} tokens  {bucket['samples']:>10,} samples  padding {share:>6}")
     print("\n".join(describe(dataset.meta)))
     return 0
-
-
-def _positive(text: str) -> int:
-    value = int(text)
-    if value < 1:
-        raise argparse.ArgumentTypeError("must be at least 1")
-    return value
-
-
-def _pair(text: str) -> tuple[str, Any]:
-    key, equals, value = text.partition("=")
-    if not equals or not key.isidentifier():
-        raise argparse.ArgumentTypeError(f"{text!r} is not KEY=VALUE")
-    try:
-        return key, json.loads(value)
-    except ValueError:
-        return key, value

@@ -1,0 +1,44 @@
+"""Converters of command-line options that several commands share. For `type=` of argparse, which reports their errors."""
+
+from __future__ import annotations
+
+import argparse
+import json
+import math
+from collections.abc import Callable
+from typing import Any
+
+
+def at_least(low: float) -> Callable[[str], Any]:
+    """A converter to the type of `low` (int or float) that refuses what is below it, or not finite."""
+
+    def number(text: str) -> float:
+        value = type(low)(text)
+        if not low <= value < math.inf:
+            raise argparse.ArgumentTypeError(f"{text} is not a number from {low} up")
+        return value
+
+    return number
+
+
+def add_template_argument(parser: argparse.ArgumentParser, which: str) -> None:
+    """`--template-argument KEY=VALUE`, as often as you like: pairs. `which`: what they must agree with, for the help."""
+    parser.add_argument(
+        "--template-argument",
+        action="append",
+        default=[],
+        type=_pair,
+        metavar="KEY=VALUE",
+        help=f"for the chat template, such as enable_thinking=false; {which}",
+    )
+
+
+def _pair(text: str) -> tuple[str, Any]:
+    """A value that is JSON (false, 3) is taken as such, any other as text. The key becomes a variable of the template."""
+    key, equals, value = text.partition("=")
+    if not equals or not key.isidentifier():
+        raise argparse.ArgumentTypeError(f"{text!r} is not KEY=VALUE")
+    try:
+        return key, json.loads(value)
+    except ValueError:
+        return key, value
