@@ -175,8 +175,10 @@ class Agent:
         known = store.run_ids(workspace)
         rows = []
         for run_id in known[:limit]:
-            run = self.probe_of(workspace, run_id)
-            facts = run.read(0)
+            try:
+                facts = self.probe_of(workspace, run_id).read(0)
+            except Refusal:
+                continue  # deleted since
             standing = probe.standing(facts["state"]) if facts["state"] else "lost"
             rows.append({"run_id": run_id, "standing": standing, **facts})
         return {
@@ -218,7 +220,7 @@ class Follower:
         self.agent.send({"id": None, "item": item})
 
     def open(self, offset=None, inode=None, lines=None, since=None):
-        self.fd = os.open(self.path, os.O_RDONLY)
+        self.fd = supervisor.open_regular(self.path)
         info = os.fstat(self.fd)
         if offset is not None:
             self.offset = offset
@@ -256,10 +258,15 @@ class Follower:
             return  # moved away; the new one is not there yet
         if (current.st_ino, current.st_dev) != (info.st_ino, info.st_dev):
             self.drain()  # what was written between the last look and the change
-            os.close(self.fd)
-            self.fd = os.open(self.path, os.O_RDONLY)
+            try:
+                new = supervisor.open_regular(self.path)
+            except FileNotFoundError:
+                return  # moved away as well
+            os.dup2(new, self.fd)
+            os.close(new)
             self.restart("rotated")
-            self.say({"at": 0, "inode": current.st_ino, "size": current.st_size})
+            info = os.fstat(self.fd)
+            self.say({"at": 0, "inode": info.st_ino, "size": info.st_size})
 
     def stream(self, wait):
         """Returns {"state", "standing"} at the end."""

@@ -113,11 +113,17 @@ def active_runs(workspace):
         folder = os.path.join(store.runs_dir(workspace), run_id)
         state = probe.read_state(folder)
         if state and probe.standing(state) in ("starting", "running"):
-            manifest = supervisor.read_json(os.path.join(folder, "manifest.json")) or {}
-            devices = manifest.get("devices") or {}
-            names = sorted({*devices.get("targets", ()), *devices.get("drafters", ())})
-            found.append({"run_id": run_id, "devices": names, "pid": state.get("pid")})
+            found.append({"run_id": run_id, "devices": devices_of(folder), "pid": state["pid"]})
     return found
+
+
+def devices_of(run_dir):
+    """Names of the devices that a run's manifest claims; none where it can't be read."""
+    devices = (supervisor.read_json(os.path.join(run_dir, "manifest.json")) or {}).get("devices")
+    lists = devices.values() if isinstance(devices, dict) else ()
+    return sorted(
+        {name for names in lists if isinstance(names, list) for name in names if isinstance(name, str)}
+    )
 
 
 def supervisor_source():

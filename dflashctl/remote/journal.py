@@ -7,6 +7,8 @@ import collections
 import json
 import os
 
+from dflashctl.remote import supervisor
+
 BLOCK = 64 * 1024
 TAIL_BUDGET = 16 * 1024 * 1024
 """Bytes looked through, from the end, to find the last lines."""
@@ -16,6 +18,9 @@ LINE_LIMIT = 4096
 
 EVENTS_HEAD = 1024 * 1024
 EVENTS_TAIL = 512 * 1024
+EVENT_LIMIT = 64 * 1024
+"""Bytes of one event; a longer line is none of the trainer's, and would make every answer as long."""
+
 STEPS_KEPT = 50
 REPEATED = ("target_loading", "target_ready", "drafter_ready", "evaluating", "evaluation", "failed")
 """Events of which all are kept (the last 64); of the others the last one."""
@@ -65,13 +70,13 @@ def since_offset(index_path, fd, size, epoch):
     """Where the log stood at `epoch`: the offset of the last heartbeat before it, at a line's beginning."""
     found = 0
     try:
-        with open(index_path) as file:
+        with open(supervisor.open_regular(index_path), errors="replace") as file:
             for line in file:
                 time_text, _, offset_text = line.partition(" ")
                 try:
                     if float(time_text) > epoch:
                         break
-                    found = int(offset_text)
+                    found = max(0, int(offset_text))
                 except ValueError:
                     continue
     except OSError:
@@ -93,7 +98,7 @@ def log_tail(path, lines, offset=None, inode=None, counter=None):
     `counter`: a LineCounter, kept from call to call, that numbers the lines.
     """
     try:
-        fd = os.open(path, os.O_RDONLY)
+        fd = supervisor.open_regular(path)
     except FileNotFoundError:
         return {"path": path, "unread": "there is no log yet"}
     except OSError as error:
@@ -145,6 +150,17 @@ class LineCounter:
         return self.count
 
 
+def parse_event(line):
+    """The event that a line holds; None where it holds none."""
+    if len(line) > EVENT_LIMIT:
+        return None
+    try:
+        event = json.loads(line)
+    except (ValueError, RecursionError):
+        return None
+    return event if isinstance(event, dict) and isinstance(event.get("event"), str) else None
+
+
 class EventsReader:
     """What events.jsonl says, read once from its head and its end and then only what is new."""
 
@@ -163,7 +179,7 @@ class EventsReader:
     def read(self):
         """The `events` part of a snapshot."""
         try:
-            fd = os.open(self.path, os.O_RDONLY)
+            fd = supervisor.open_regular(self.path)
         except FileNotFoundError:
             return {"last": None, "steps": [], "phases": {}}
         except OSError as error:
@@ -195,12 +211,11 @@ class EventsReader:
 
     def take(self, data):
         for line in data.split(b"\n")[:-1]:
-            try:
-                event = json.loads(line)
-                name = event["event"]
-            except (ValueError, KeyError, TypeError):
+            event = parse_event(line)
+            if event is None:
                 self.bad_lines += bool(line.strip())
                 continue
+            name = event["event"]
             self.last = event
             if name == "step":
                 self.steps.append(event)

@@ -6,10 +6,12 @@ own. Standard library only, Python >= 3.9, Linux. The facts about processes and 
 
 import contextlib
 import ctypes
+import errno
 import json
 import os
 import resource
 import signal
+import stat
 import subprocess
 import sys
 import time
@@ -23,6 +25,9 @@ STRAY_WAIT = 5.0
 
 RESERVE = 16384
 """Bytes set aside in the run's folder, so that the end can be recorded on a full disk."""
+
+JSON_LIMIT = 4 * 1024 * 1024
+"""Characters of a JSON file that are read; ours are a few thousand long."""
 
 OUTSIDE = "a signal from outside (shutdown of the machine, or systemctl stop)"
 
@@ -158,12 +163,21 @@ def oom_kills(version, folders):
 # Files.
 
 
+def open_regular(path):
+    """A descriptor to read `path` by. Raises OSError, also where it is no regular file: a FIFO would hold us up for good."""
+    fd = os.open(path, os.O_RDONLY | os.O_NONBLOCK | os.O_CLOEXEC)
+    if not stat.S_ISREG(os.fstat(fd).st_mode):
+        os.close(fd)
+        raise OSError(errno.EINVAL, "not a regular file", path)
+    return fd
+
+
 def read_json(path):
-    """The object in a JSON file; None where it is absent, cut short or not an object."""
+    """The object in a JSON file; None where it is absent, cut short, beyond JSON_LIMIT or not an object."""
     try:
-        with open(path, encoding="utf-8") as file:
-            value = json.load(file)
-    except (OSError, ValueError):
+        with open(open_regular(path), encoding="utf-8") as file:
+            value = json.loads(file.read(JSON_LIMIT))
+    except (OSError, ValueError, RecursionError):
         return None
     return value if isinstance(value, dict) else None
 

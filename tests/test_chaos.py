@@ -1,0 +1,184 @@
+"""A hostile network and a hostile host: what lies in a run's folder, what comes over the line, what breaks in between.
+
+Each test is about a kind of trouble rather than one module: commands end in bounded time, say what is true, and one broken
+thing hides no other.
+"""
+
+from __future__ import annotations
+
+import contextlib
+import json
+import os
+import time
+from collections.abc import Callable
+from pathlib import Path
+from typing import Any
+
+import pytest
+from hypothesis import HealthCheck, given, settings
+from hypothesis import strategies as st
+
+from dflashctl.errors import DflashError
+from dflashctl.remote import supervisor
+from dflashctl.remote.agent import Agent, Input
+from dflashctl.remote.control import active_runs
+from dflashctl.remote.session import Session
+from dflashctl.remote.store import Refusal
+from tests.running import Runner, runner, session
+
+__all__ = ["runner", "session"]
+
+FILES = ("state.json", "manifest.json", "events.jsonl", "run.log", "log.index", "stop.json", "config.toml")
+
+
+def lay(workspace: Path, run_id: str, **contents: Any) -> Path:
+    """A run's folder as a run that has ended leaves it; `contents` (state, manifest, ...) replace files by JSON or text."""
+    folder = workspace / "dflash" / "runs" / run_id
+    folder.mkdir(parents=True, exist_ok=True)
+    ended = {**supervisor.new_state(run_id, None), "status": "exited", "exit_code": 0}
+    files = {
+        "state": ended,
+        "manifest": {"run_id": run_id},
+        "events": "",
+        "log": "a line\n",
+        "index": "",
+        "config": "",
+    }
+    names = dict(
+        zip(
+            files,
+            ("state.json", "manifest.json", "events.jsonl", "run.log", "log.index", "config.toml"),
+            strict=True,
+        )
+    )
+    for part, value in {**files, **contents}.items():
+        text = value if isinstance(value, str) else json.dumps(value)
+        (folder / names[part]).write_text(text, "utf-8", "surrogatepass")
+    return folder
+
+
+def questions(workspace: Path, run_id: str) -> dict[str, Callable[[], Any]]:
+    """Every question about a run that changes nothing, put to an agent in this process."""
+    agent = Agent("n", Input(os.open(os.devnull, os.O_RDONLY)), os.open(os.devnull, os.O_WRONLY))
+    where = str(workspace)
+    return {
+        "snapshot": lambda: agent.do_snapshot(where, run_id, want_gpu=False),
+        "list": lambda: agent.do_list(where),
+        "config": lambda: agent.do_config(where, run_id),
+        "follow": lambda: agent.do_follow(where, run_id, since=5.0, wait=False),
+        "active": lambda: active_runs(where),
+    }
+
+
+JUNK = st.recursive(
+    st.none()
+    | st.booleans()
+    | st.integers(-5, 5)
+    | st.integers()
+    | st.floats()
+    | st.text(max_size=5)
+    | st.just("\ud800"),
+    lambda inner: (
+        st.lists(inner, max_size=2)
+        | st.dictionaries(st.text(max_size=3) | st.just("targets"), inner, max_size=2)
+    ),
+    max_leaves=4,
+)
+STATE_KEYS = st.sampled_from(sorted(supervisor.new_state("x", None)))
+
+
+@settings(max_examples=60, deadline=None, suppress_health_check=[HealthCheck.function_scoped_fixture])
+@given(
+    state=st.dictionaries(STATE_KEYS, JUNK, max_size=3),
+    absent=st.sets(STATE_KEYS, max_size=3),
+    manifest=st.dictionaries(
+        st.sampled_from(["devices", "name", "warmup", "created", "run_id"]), JUNK, max_size=3
+    ),
+    events=st.lists(JUNK | st.fixed_dictionaries({"event": JUNK, "t": JUNK, "step": JUNK}), max_size=4),
+    index=st.text("0123456789 -.\nnaif", max_size=20),
+)
+def test_no_content_of_a_run_stops_an_answer(
+    tmp_path_factory: pytest.TempPathFactory, state: Any, absent: Any, manifest: Any, events: Any, index: str
+) -> None:
+    """Junk of any type where ours should be: every question is answered or refused, and the healthy run is still listed."""
+    workspace = tmp_path_factory.getbasetemp() / "junk"
+    lay(workspace, "healthy")
+    living = {"status": "running", "pid": os.getpid(), "pid_start_ticks": supervisor.start_ticks(os.getpid())}
+    record = {**supervisor.new_state("junk", None), **living, **state}
+    record = {key: value for key, value in record.items() if key not in absent}
+    text = "".join(json.dumps(event) + "\n" for event in events)
+    lay(workspace, "junk", state=record, manifest=manifest, events=text, index=index)
+    for name, ask in questions(workspace, "junk").items():
+        try:
+            answer = json.loads(json.dumps(ask()))
+        except (Refusal, OSError):
+            assert name in ("config", "follow"), name
+            continue
+        if name == "list":
+            assert {row["run_id"] for row in answer["runs"]} == {"healthy", "junk"}
+
+
+@pytest.mark.parametrize("text", ["[" * 200_000, '{"a":' * 200_000, "", "\0", '{"cut": ', "nul\udcffl"])
+@pytest.mark.parametrize("part", ["state", "manifest", "events"])
+def test_no_file_of_a_run_is_too_deep_or_cut_short_to_be_told(tmp_path: Path, part: str, text: str) -> None:
+    lay(tmp_path, "a", **{part: text + "\n"})
+    for ask in questions(tmp_path, "a").values():
+        ask()
+
+
+def test_a_group_that_is_not_the_trainers_is_never_taken_for_it(tmp_path: Path) -> None:
+    """A record that names another group would have a stop kill strangers."""
+    own = {"status": "running", "pid": os.getpid(), "pid_start_ticks": supervisor.start_ticks(os.getpid())}
+    lay(tmp_path, "a", state={**supervisor.new_state("a", None), **own, "pgid": 1})
+    assert questions(tmp_path, "a")["snapshot"]()["state"] is None
+
+
+def test_one_event_does_not_fill_the_answers(tmp_path: Path) -> None:
+    """A line of 8 MB, and many of 200 kB, are not the trainer's; what is, is told."""
+    huge = [
+        json.dumps({"event": "step", "t": 1.0, "step": 1, "junk": "x" * size})
+        for size in (8_000_000, *[200_000] * 50)
+    ]
+    lay(tmp_path, "a", events="\n".join([*huge, json.dumps({"event": "step", "t": 2.0, "step": 2}), ""]))
+    answer = questions(tmp_path, "a")["snapshot"]()
+    assert [step["step"] for step in answer["events"]["steps"]] == [2]
+    assert len(json.dumps(answer)) < 100_000
+
+
+def replace(path: Path, kind: str) -> None:
+    path.unlink(missing_ok=True)
+    if kind == "fifo":
+        os.mkfifo(path)
+    elif kind == "folder":
+        path.mkdir()
+    elif kind == "endless":
+        path.symlink_to("/dev/zero")
+    elif kind == "loop":
+        path.symlink_to(path)
+    elif kind == "huge":
+        with path.open("wb") as file:
+            file.truncate(1 << 30)
+
+
+@pytest.mark.parametrize("kind", ["fifo", "folder", "endless", "loop", "huge"])
+def test_whatever_lies_in_place_of_a_file_no_question_hangs(
+    runner: Runner, session: Session, kind: str
+) -> None:
+    """Each file of a run replaced in turn; a real agent answers within seconds, and lists the other run."""
+    lay(runner.workspace, "healthy")
+    begun, pid = time.monotonic(), session.begin["pid"]
+    for name in FILES:
+        run_id = name.replace(".", "-")
+        replace(lay(runner.workspace, run_id) / name, kind)
+        asked: dict[str, dict[str, Any]] = {
+            "snapshot": {"want_gpu": False},
+            "follow": {"lines": 5, "wait": False},
+            "stop": {"grace": 0},
+        }
+        for method, params in asked.items():
+            with contextlib.suppress(DflashError):  # a refusal; after silence there is another agent
+                session.call(method, timeout=3.0, run_id=run_id, **params)
+        listed = session.call("list", timeout=3.0, limit=50)["runs"]
+        assert "healthy" in [row["run_id"] for row in listed]
+        assert session.begin["pid"] == pid, f"{kind} as {name} ended the agent"
+    assert time.monotonic() - begun < 8
