@@ -6,7 +6,7 @@ from __future__ import annotations
 import time
 from collections.abc import Callable, Iterator
 from dataclasses import dataclass
-from typing import TYPE_CHECKING
+from typing import TYPE_CHECKING, Any
 
 from dflashctl.errors import ContainerError, UnreachableError
 from dflashctl.snapshot import Snapshot
@@ -83,6 +83,12 @@ class Watcher:
         snapshot = Snapshot.parse(answer)
         self.run_id = snapshot.run_id or self.run_id
         return snapshot
+
+    def stacks(self) -> dict[str, Any]:
+        """What every thread of the run is at (dflashctl/stacks.py reads it): {"dumps", "unread"}. Raises as `ask` does."""
+        if self._session is None:
+            self._session = self._open_session()
+        return self._session.call("stacks", run_id=self.run_id, timeout=60.0)
 
     def look(self, log_lines: int, previous: Snapshot | None, begun: float) -> Look:
         """The final look: with GPUs and log, and enough of the log where a failure is to be diagnosed."""

@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from typing import TYPE_CHECKING, Annotated, Optional
+from typing import TYPE_CHECKING, Annotated, Any, Optional
 
 import typer
 
@@ -30,6 +30,9 @@ def status(
         Optional[int],  # noqa: UP045
         typer.Option("--tail", "-n", metavar="LINES", min=0, help="Log lines to show.", show_default="8"),
     ] = None,
+    stacks: Annotated[
+        bool, typer.Option("--stacks", help="Show what every thread is at (a stalled run: always).")
+    ] = False,
     json: JsonOption = False,
     host: HostOption = None,
     hosts: HostsOption = None,
@@ -48,17 +51,35 @@ def status(
     try:
         with Watcher(place.session, run) as watcher:
             look = watch(watcher, wait, full, screens.DEFAULT_LINES if lines is None else lines, ladder)
+            held = _stacks(watcher, stacks) if stacks or look.verdict.state == "stalled" else {}
     except KeyboardInterrupt:
         return detached() if wait else ExitCode.INTERRUPTED
     snapshot, verdict = look.snapshot, look.verdict
     seen.remember({snapshot.run_id: place.host.name})
     if json:
-        jsonout.write(jsonout.status(verdict, snapshot, place.host.name, look.elapsed))
+        document = jsonout.status(verdict, snapshot, place.host.name, look.elapsed)
+        jsonout.write({**document, "stacks": held} if held else document)
     else:
         out = terminal.stdout()
         waited = f"{duration(look.elapsed)} of {duration(wait)}" if wait else ""
         out.print(screens.screen(verdict, snapshot, place.host.name, lines, out, waited))
+        if held:
+            from dflashctl.render import stacks as stack_screens
+
+            out.print(stack_screens.screen(held, out))
     return verdict.exit_code
+
+
+def _stacks(watcher: Watcher, asked: bool) -> dict[str, Any]:
+    """The run's stacks; where nobody asked for them, why they can't be had is a line, not an error."""
+    from dflashctl.errors import DflashError
+
+    try:
+        return watcher.stacks()
+    except DflashError as error:
+        if asked:
+            raise
+        return {"dumps": [], "unread": [error.message]}
 
 
 def watch(watcher: Watcher, wait: float | None, full: bool, lines: int, ladder: Ladder | None) -> Look:

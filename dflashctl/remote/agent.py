@@ -15,7 +15,7 @@ import socket
 import sys
 import time
 
-from dflashctl.remote import control, journal, preflight, probe, store, supervisor
+from dflashctl.remote import control, journal, preflight, probe, stacks, store, supervisor
 from dflashctl.remote.store import Refusal
 
 PIECE = 192 * 1024
@@ -170,6 +170,10 @@ class Agent:
         manifest = supervisor.read_json(os.path.join(folder, "manifest.json")) or {}
         run_id = os.path.basename(folder)
         return {"run_id": run_id, "name": manifest.get("name", run_id), "path": folder, "config_toml": text}
+
+    def do_stacks(self, workspace, run_id=None):
+        folder = store.find_run(workspace, run_id)
+        return {"run_id": os.path.basename(folder), **stacks.collect(folder, self.source.pause)}
 
     def do_list(self, workspace, limit=20):
         known = store.run_ids(workspace)

@@ -18,7 +18,7 @@ from dflashctl.errors import ConnectionLostError, DflashError, NotFoundError, Pr
 from dflashctl.runs import RunExistsError
 from dflashctl.transport.base import Channel, Result, Transport
 
-MODULES = ("supervisor", "journal", "probe", "store", "control", "preflight", "agent")
+MODULES = ("supervisor", "journal", "probe", "store", "control", "preflight", "stacks", "agent")
 PATH = "/usr/local/sbin:/usr/local/bin:/usr/sbin:/usr/bin:/sbin:/bin"
 PIECE = 256 * 1024
 NOISE_KEPT = 64 * 1024

@@ -11,7 +11,7 @@ from typing import Any
 
 import pytest
 
-from dflashctl import config
+from dflashctl import config, stacks
 from dflashctl.errors import ContainerError, UnreachableError
 from dflashctl.remote.session import Session
 from dflashctl.snapshot import Snapshot
@@ -217,6 +217,8 @@ def test_a_deadlock(runs: Runs) -> None:
             time.sleep(0.1)
             with second:
                 pass
+    import faulthandler
+    faulthandler.register(signal.SIGUSR2, sys.stdout, all_threads=True)
     for pair in ((a, b), (b, a)):
         threading.Thread(target=work, args=pair).start()
     """
@@ -227,6 +229,10 @@ def test_a_deadlock(runs: Runs) -> None:
         return verdict if verdict.state == "stalled" else None
 
     assert wait_for(stalled, 20).exit_code == 4
+    answer = runs.session.call("stacks", run_id="deadlock", timeout=60)
+    assert answer["unread"] == []
+    at = {s.thread: stacks.telling(s.frames) for s in stacks.read(answer["dumps"])}
+    assert sum("work (<string>:" in frame for frame in at.values()) == 2, at
     runs.session.call("stop", run_id="deadlock", grace=0.1)
 
 

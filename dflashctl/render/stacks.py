@@ -1,0 +1,36 @@
+"""The screen of `status --stacks`."""
+
+from __future__ import annotations
+
+from collections.abc import Mapping
+from typing import Any
+
+from dflashctl import stacks
+from dflashctl.render.terminal import Terminal
+from dflashctl.render.text import crop, harmless
+
+FRAMES = 6
+"""Frames shown of a group."""
+NAMES = 6
+
+
+def screen(answer: Mapping[str, Any], terminal: Terminal) -> list[str]:
+    """Groups of equal stacks, the odd one out first."""
+    found = stacks.group(stacks.read(answer.get("dumps", ())))
+    threads = sum(len(g.members) for g in found)
+    out = [
+        "",
+        f"stacks    {threads} threads in {len(found)} group{'s' if len(found) != 1 else ''} of equal ones",
+    ]
+    for group in found:
+        names = [member.who for member in group.members[:NAMES]]
+        left = len(group.members) - len(names)
+        who = ", ".join(names) + (f" and {left} more" if left > 0 else "")
+        mark = terminal.style("  odd one out: ", "bold", "red") if group.odd else "  "
+        out.append(mark + crop(harmless(f"{who}: at {stacks.telling(group.frames)}"), terminal.columns - 15))
+        out += [crop(harmless(f"      {frame}"), terminal.columns) for frame in group.frames[:FRAMES]]
+        if len(group.frames) > FRAMES:
+            out.append(f"      and {len(group.frames) - FRAMES} frames more")
+    for why in answer.get("unread", ()):
+        out.append(crop(harmless(f"  not read: {why}"), terminal.columns))
+    return out
