@@ -7,7 +7,6 @@ phase's warm-up window. docs/cli.md, "Verdicts", says the same for people.
 from __future__ import annotations
 
 import math
-import shlex
 from collections.abc import Mapping
 from dataclasses import dataclass, replace
 from typing import Any
@@ -17,6 +16,7 @@ from dflashctl.errors import ExitCode
 from dflashctl.failure import explain
 from dflashctl.pace import STALL_FLOOR, read_rate, remaining, stall_limit
 from dflashctl.phases import PHASE_WORDS, Rung, doing, ladder, last_event, phase_of, progress
+from dflashctl.recovery import again, mended
 from dflashctl.snapshot import Snapshot, State, Step, finite, text, whole
 from dflashctl.words import count, duration, size
 
@@ -154,53 +154,41 @@ def _ended(s: Snapshot, state: State, phase: str) -> Verdict:
     asked = state.stop_requested is not None
     if state.error and asked:  # stopped without its supervisor, see remote/control.py
         return _verdict(
-            "stopped", phase, "as asked" + _joined(after), notes=(state.error,), rests_on=rests, **_again(s)
+            "stopped", phase, "as asked" + _joined(after), notes=(state.error,), rests_on=rests, **again(s)
         )
     if state.error:
-        return _verdict("failed", phase, f"it could not start: {state.error}", rests_on=rests, **_again(s))
+        return _verdict("failed", phase, f"it could not start: {state.error}", rests_on=rests, **again(s))
     terminated = code == 143 or signal == "SIGTERM"
     if asked and (
         terminated or said == "stopped" or state.killed_after_grace or signal == "SIGKILL" or code == 137
     ):
         forced = state.killed_after_grace or signal == "SIGKILL" or code == 137
         reason = "as asked" + (", killed after the grace period" if forced else "") + _joined(after)
-        return _verdict("stopped", phase, reason, rests_on=rests, **_again(s))
+        return _verdict("stopped", phase, reason, rests_on=rests, **again(s))
     if code == 0 and not signal:
         return _exited_zero(s, phase, said, asked, after, rests)
     found = explain(s, facts)
-    again = _again(s)
+    going_on = again(s)
     if found.verdict == "stopped":
         reason = f"from outside with {signal or how}, not by dflashctl stop{_joined(after)}"
-        return _verdict("stopped", phase, reason, exit_code=int(ExitCode.FAILED), rests_on=rests, **again)
+        return _verdict("stopped", phase, reason, exit_code=int(ExitCode.FAILED), rests_on=rests, **going_on)
     reason = ", ".join(part for part in (after, PHASE_WORDS[phase], how) if part)
     if asked:
         reason += ", while it was being stopped"
-    return _verdict("failed", phase, reason, diagnosis=found, rests_on=rests, **_mended(again, found))
-
-
-def _mended(again: dict[str, Any], found: Diagnosis) -> dict[str, Any]:
-    """What to do about a failure: the diagnosis' advice first, then whether and how to go on."""
-    if not found.advice:
-        return again
-    retry = f"{found.retry.rstrip('.')}. " if found.retry else ""
-    return {
-        **again,
-        "advice": "; ".join(found.advice),
-        "work": f"{retry}{again['work']} After that: {again['advice']}",
-    }
+    return _verdict("failed", phase, reason, diagnosis=found, rests_on=rests, **mended(going_on, found))
 
 
 def _exited_zero(s: Snapshot, phase: str, said: str, asked: bool, after: str, rests: str) -> Verdict:
     last = s.events.steps[-1] if s.events.steps else None
     if said == "stopped" or (asked and said != "finished"):
-        return _verdict("stopped", phase, "as asked" + _joined(after), rests_on=rests, **_again(s))
+        return _verdict("stopped", phase, "as asked" + _joined(after), rests_on=rests, **again(s))
     if said == "failed":
         return _verdict(
-            "failed", phase, "the trainer reported failure, with exit code 0", rests_on=rests, **_again(s)
+            "failed", phase, "the trainer reported failure, with exit code 0", rests_on=rests, **again(s)
         )
     if said != "finished" and last is not None and last.steps is not None and last.step < last.steps:
         reason = f"exit code 0 at step {count(last.step)} of {count(last.steps)}, its end was never reported"
-        return _verdict("failed", phase, reason, rests_on=rests, **_again(s))
+        return _verdict("failed", phase, reason, rests_on=rests, **again(s))
     unsaid = () if said == "finished" else ("the trainer reported no end; the exit code alone says finished",)
     reason = after.replace(" after launch", "") if after else "exit code 0"
     reason = f"in {reason}" if after else reason
@@ -245,40 +233,11 @@ def _lost(s: Snapshot, phase: str, reason: str, rests: str) -> Verdict:
     if s.events.newest("end").get("status") == "finished":
         rests = "the trainer's own report; its exit was not recorded"
         return _verdict("finished", phase, "as the trainer reported", notes=(reason,), rests_on=rests)
-    return _verdict("lost", phase, reason, rests_on=rests, **_again(s))
+    return _verdict("lost", phase, reason, rests_on=rests, **again(s))
 
 
 def _joined(after: str) -> str:
     return f", {after}" if after else ""
-
-
-def _again(s: Snapshot) -> dict[str, Any]:
-    """What to type to go on, and what was lost: from the last checkpoint, or from the beginning."""
-    saved = s.events.newest("checkpoint")
-    step, t = whole(saved.get("step")), finite(saved.get("t"))
-    if step is None:
-        lost = "No checkpoint was saved." if s.events.steps else "Nothing was trained; no checkpoint."
-        return {"act": "do", "advice": _launch(s), "work": lost}
-    last = s.events.steps[-1] if s.events.steps else None
-    lost = ""
-    if last is not None and t is not None and last.step > step:
-        lost = f", {count(last.step - step)} steps ({duration(last.t - t)}) of work lost"
-    return {
-        "act": "do",
-        "advice": f"dflashctl launch --resume {s.run_id}",
-        "work": f"Last checkpoint: step {count(step)}{lost}.",
-    }
-
-
-def _launch(s: Snapshot) -> str:
-    """The command that launches the same once more."""
-    config, resumed, host = (text(s.manifest.get(k)) for k in ("config_path", "resume", "host"))
-    command = "dflashctl launch"
-    if resumed:
-        command += f" --resume {shlex.quote(resumed.rsplit('/', 1)[-1])}"
-    elif config and not config.startswith("bundled:"):
-        command += f" -c {shlex.quote(config)}"
-    return command + (f" -H {shlex.quote(host)}" if host and host != "local" else "")
 
 
 # -- alive
@@ -307,11 +266,11 @@ def _worker_failed(s: Snapshot, failed: Mapping[str, Any], now: float, phase: st
     found = explain(s, {"process_alive": True})
     more = {"diagnosis": found if found.root else None, "rests_on": "the trainer's own report"}
     if age < EXIT_GRACE:
-        return _verdict("failed", phase, f"{reason}; the run is ending", settling=True, **more, **_again(s))
-    again = _again(s)
-    again["advice"] = f"dflashctl stop {s.run_id} && {again['advice']}"
+        return _verdict("failed", phase, f"{reason}; the run is ending", settling=True, **more, **again(s))
+    going_on = again(s)
+    going_on["advice"] = f"dflashctl stop {s.run_id} && {going_on['advice']}"
     return _verdict(
-        "failed", phase, f"{reason}, {duration(age)} ago, yet the process lives on", **more, **again
+        "failed", phase, f"{reason}, {duration(age)} ago, yet the process lives on", **more, **going_on
     )
 
 
@@ -331,13 +290,13 @@ def _warming(s: Snapshot, state: State, previous: Snapshot | None, now: float, p
         facts += f", last log line {duration(log_age)} ago"
     if silent > window and (not active or silent > 3 * window):
         reason = f"{now_doing}, silent for {duration(silent)}; its window is {duration(window)}"
-        again = _again(s)
+        going_on = again(s)
         return _verdict(
             "stalled",
             phase,
             reason,
             act="do",
-            advice=f"dflashctl logs {s.run_id} -n 200; then  dflashctl stop {s.run_id} && {again['advice']}",
+            advice=f"dflashctl logs {s.run_id} -n 200; then  dflashctl stop {s.run_id} && {going_on['advice']}",
             rests_on=f"no event and {'no ' if not active else 'only '}activity since; {facts}",
         )
     left = window - silent
@@ -394,9 +353,9 @@ def _finishing(s: Snapshot, phase: str, silent: float, rests: str) -> Verdict:
 
 
 def _stalled(s: Snapshot, reason: str, phase: str, rests: str) -> Verdict:
-    again = _again(s)
+    going_on = again(s)
     return _verdict(
-        "stalled", phase, reason, act="do", advice=f"dflashctl stop {s.run_id} && {again['advice']}", work=again["work"],
+        "stalled", phase, reason, act="do", advice=f"dflashctl stop {s.run_id} && {going_on['advice']}", work=going_on["work"],
         rests_on=rests + _gpu_words(s),
     )  # fmt: skip
 

@@ -373,26 +373,6 @@ def test_work_lost_is_counted_from_the_last_checkpoint():
     assert "--resume qwen3-8b-1129-1554" in verdict.work
 
 
-@pytest.mark.parametrize(
-    ("manifest", "command"),
-    [
-        ({}, "dflashctl launch -c qwen3-8b.toml -H ct200"),
-        ({"config_path": "my runs/a.toml", "host": "local"}, "dflashctl launch -c 'my runs/a.toml'"),
-        ({"config_path": "bundled:tiny/train.toml", "host": "local"}, "dflashctl launch"),
-        (
-            {"config_path": "/w/c.toml", "resume": "/workspace/dflash/runs/old"},
-            "dflashctl launch --resume old -H ct200",
-        ),
-    ],
-)
-def test_without_a_checkpoint_the_same_launch_is_what_to_type(manifest, command):
-    made = snap("lost")
-    del made["events"]["phases"]["checkpoint"]
-    made["events"]["last"] = made["events"]["steps"][-1]
-    made["manifest"].update(manifest)
-    assert judge(made).advice == command
-
-
 @pytest.mark.parametrize("name", sorted(FIXTURES))
 def test_a_missing_part_never_hides_the_verdict_of_the_record(name):
     made = snap(name)
