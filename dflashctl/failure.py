@@ -27,7 +27,8 @@ def explain(s: Snapshot, facts: Mapping[str, Any]) -> Diagnosis:
         facts: the exit record (docs/architecture.md, "Diagnosis").
     """
     lines = (line.encode("utf-8", "replace") for line in s.log.lines)
-    found = diagnose(lines, facts, first_line=s.log.first_line or 1)
+    kernel = [line.encode("utf-8", "replace") for line in s.kernel]
+    found = diagnose(lines, facts, first_line=s.log.first_line or 1, kernel=kernel)
     killed = facts.get("signal") == "SIGKILL" or facts.get("exit_code") == 137
     if killed and not facts.get("oom_kills") and (found.root is None or found.confidence != "certain"):
         return KILLED

@@ -224,6 +224,7 @@ class Snapshot:
     gpus: tuple[Gpu, ...] = ()
     gpus_unread: str = ""
     disk: Mapping[str, Any] = field(default_factory=dict)
+    kernel: tuple[str, ...] = ()  # lines of the host's kernel log that concern the run, where they were read
     raw: Mapping[str, Any] = field(default_factory=dict, repr=False)
 
     @classmethod

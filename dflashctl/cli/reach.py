@@ -12,6 +12,7 @@ from dflashctl.config import Host, Hosts, load
 
 if TYPE_CHECKING:
     from dflashctl.remote.session import Session
+    from dflashctl.transport import Transport
 
 
 @dataclass(frozen=True)
@@ -35,6 +36,14 @@ class Place:
             accept_new=self.accept_new,
         )
         return Session.on(self.host, transport, owns_transport=True)
+
+    def parent(self) -> Transport:
+        """The way to the host that the container is on. Not opened yet."""
+        from dflashctl.config import PctHost
+        from dflashctl.transport import transport_for
+
+        assert isinstance(self.host, PctHost)
+        return transport_for(self.hosts.get(self.host.via), self.hosts, accept_new=self.accept_new)
 
 
 def read_hosts(hosts_file: Path | None) -> Hosts:

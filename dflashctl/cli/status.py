@@ -18,7 +18,10 @@ from dflashctl.cli.options import (
 from dflashctl.errors import ExitCode
 
 if TYPE_CHECKING:
+    from dflashctl.cli.reach import Place
     from dflashctl.render.ladder import Ladder
+    from dflashctl.snapshot import Snapshot
+    from dflashctl.status import Verdict
     from dflashctl.watch import Look, Watcher
 
 
@@ -54,7 +57,7 @@ def status(
             held = _stacks(watcher, stacks) if stacks or look.verdict.state == "stalled" else {}
     except KeyboardInterrupt:
         return detached() if wait else ExitCode.INTERRUPTED
-    snapshot, verdict = look.snapshot, look.verdict
+    snapshot, verdict = _with_kernel(place, look)
     seen.remember({snapshot.run_id: place.host.name})
     if json:
         document = jsonout.status(verdict, snapshot, place.host.name, look.elapsed)
@@ -68,6 +71,33 @@ def status(
 
             out.print(stack_screens.screen(held, out))
     return verdict.exit_code
+
+
+def _with_kernel(place: Place, look: Look) -> tuple[Snapshot, Verdict]:
+    """The look at a failed run in a container, judged again with what its host's kernel says, where that can be read."""
+    from dataclasses import replace
+
+    from dflashctl import kernel
+    from dflashctl.config import PctHost
+    from dflashctl.errors import DflashError
+    from dflashctl.status import judge
+
+    snapshot, verdict = look.snapshot, look.verdict
+    if verdict.state not in ("failed", "lost") or not isinstance(place.host, PctHost):
+        return snapshot, verdict
+    state = snapshot.state
+    try:
+        with place.parent() as transport:
+            lines, why = kernel.read(transport, state.started if state else None)
+    except DflashError as error:
+        lines, why = [], error.message
+    if why:
+        return snapshot, replace(verdict, notes=(*verdict.notes, f"the host's kernel log was not read: {why}"))
+    mine = kernel.ours(lines, place.host.vmid, [f"dflash-{snapshot.run_id}.service"])
+    if not mine:
+        return snapshot, verdict
+    snapshot = replace(snapshot, kernel=tuple(mine))
+    return snapshot, judge(snapshot)
 
 
 def _stacks(watcher: Watcher, asked: bool) -> dict[str, Any]:

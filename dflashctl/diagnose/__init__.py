@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Iterable, Mapping
+from collections.abc import Iterable, Mapping, Sequence
 from pathlib import Path
 from typing import Any
 
@@ -18,6 +18,7 @@ def diagnose(
     file: str = "run.log",
     first_line: int = 1,
     signatures: Path | None = None,
+    kernel: Sequence[bytes] = (),
 ) -> Diagnosis:
     """Find the root cause.
 
@@ -26,6 +27,7 @@ def diagnose(
         facts: what was measured beside the log (docs/diagnosis.md, "Facts"); any may be absent.
         file, first_line: how the report names the log, and the number of its first line where a tail is given.
         signatures: a TOML file of the user's own signatures.
+        kernel: lines of the host's kernel log that concern the run.
 
     Raises ConfigError where `signatures` is not valid, OSError where a file can't be read.
     """
@@ -38,4 +40,5 @@ def diagnose(
         return diagnose_paths([source], facts, signatures=signatures)
     known = sig.load(signatures)
     scanner = engine.scan(source, known, file=file, first_line=first_line)
-    return engine.conclude([scanner], facts, known)
+    scanners = [scanner, engine.scan(kernel, known, file="kernel")] if kernel else [scanner]
+    return engine.conclude(scanners, facts, known)

@@ -2,7 +2,10 @@
 
 from __future__ import annotations
 
+import json
 import os
+import subprocess
+import sys
 import textwrap
 import time
 from collections.abc import Iterator
@@ -327,3 +330,29 @@ def test_a_container_that_stops_and_a_host_that_goes(lab: Lab, tmp_path: Path) -
     node.stop()
     with pytest.raises(UnreachableError), (down := Runs(file)).session:
         down.look("gone")
+
+
+def test_the_kernels_own_words_through_status(container: Container, runs: Runs, tmp_path: Path) -> None:
+    runs.start("kernel-oom", "kept = []\nwhile True:\n    kept.append(b'x' * 10_000_000)")
+    runs.ended("kernel-oom")
+    hosts = write_hosts_file(tmp_path / "hosts.toml", container.node, vmids=(220,))
+    argv = [
+        sys.executable,
+        "-m",
+        "dflashctl",
+        "status",
+        "kernel-oom",
+        "--host",
+        "ct220",
+        "--hosts",
+        str(hosts),
+        "--json",
+    ]
+    done = subprocess.run([*argv, "--accept-new"], capture_output=True, text=True, check=False)
+    assert done.returncode == 3, done.stderr
+    answer = json.loads(done.stdout)
+    found = answer["diagnosis"]
+    assert found["class"] == "cgroup-oom"
+    if not any("kernel log was not read" in note for note in answer["notes"]):
+        assert found["root"]["file"] == "kernel"
+        assert "dflash-kernel-oom.service" in found["root"]["text"]
