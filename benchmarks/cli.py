@@ -98,8 +98,8 @@ def further_poll(hosts: Path, rounds: int) -> dict[str, float]:
     }
 
 
-def deploys(node: Node, hosts: Path) -> dict[str, float]:
-    """Sending the trainer's tree for the first time, and finding it there."""
+def deploys(hosts: Path) -> dict[str, float]:
+    """Sending the trainer's tree for the first time."""
     release = deploy.collect()
     place = reach.place(None, hosts, False, None)
     with place.session() as session:
@@ -145,7 +145,7 @@ def main() -> None:
         hosts = write_hosts_file(Path(folder) / "hosts.toml", node)
         prepare(node, hosts)
         node.set_startup_delay(PCT_STARTUP_S)
-        figures |= deploys(node, hosts)
+        figures |= deploys(hosts)
         figures |= status_against_ssh(node, hosts, args.rounds)
         figures |= further_poll(hosts, args.rounds)
         figures |= follow_delay(hosts)

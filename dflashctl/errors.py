@@ -6,7 +6,7 @@ from enum import IntEnum
 
 
 class ExitCode(IntEnum):
-    """The exit codes of every command. Documented in the README; never renumbered."""
+    """The exit codes of every command. Documented in docs/cli.md; never renumbered."""
 
     OK = 0
     ERROR = 1

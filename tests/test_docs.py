@@ -1,0 +1,72 @@
+"""What the documents say of the code: links, names, options, codes and formats that can be checked."""
+
+import re
+from pathlib import Path
+
+import pytest
+import typer
+
+from dflashctl.cli.app import app
+from dflashctl.errors import ExitCode
+from dflashctl.remote import agent, supervisor
+from trainer.events import Events
+
+ROOT = Path(__file__).parents[1]
+PAGES = [
+    ROOT / "README.md",
+    *sorted((ROOT / "docs").glob("*.md")),
+    *sorted((ROOT / "examples").rglob("*.md")),
+]
+CLI = (ROOT / "docs/cli.md").read_text()
+ARCHITECTURE = (ROOT / "docs/architecture.md").read_text()
+
+SHARED = {"--host", "--hosts", "--accept-new", "--help"}
+"""Options that docs/cli.md names once for all commands."""
+
+
+@pytest.mark.parametrize("page", PAGES, ids=lambda page: str(page.relative_to(ROOT)))
+def test_links_lead_somewhere(page):
+    for target in re.findall(r"\]\((?!https?:)([^)#]+)(?:#[^)]*)?\)", page.read_text()):
+        assert (page.parent / target).exists(), target
+
+
+@pytest.mark.parametrize("page", PAGES, ids=lambda page: str(page.relative_to(ROOT)))
+def test_tests_that_are_named_exist(page):
+    tests = "\n".join(file.read_text() for file in (ROOT / "tests").rglob("test_*.py"))
+    for name in re.findall(r"`(test_\w+)`", page.read_text()):
+        assert f"def {name}(" in tests, name
+
+
+def test_the_usage_lines_name_every_command_and_option():
+    commands = typer.main.get_command(app).commands
+    lines = re.findall(r"^    dflashctl (\w+)(.*)$", CLI, re.MULTILINE)
+    assert [name for name, _ in lines] == list(commands)
+    for name, words in lines:
+        said = set(re.findall(r"(?<![\w-])--?[a-z][\w-]*", words))
+        options = [p for p in commands[name].params if p.param_type_name == "option"]
+        ours = [set(p.opts) for p in options if SHARED.isdisjoint(p.opts)]
+        assert said <= set().union(*ours), name
+        assert [names for names in ours if said.isdisjoint(names)] == [], name
+
+
+def test_the_exit_codes_are_all_there():
+    table = CLI[CLI.index("## Exit codes") : CLI.index("`status`, `launch --wait`")]
+    codes = sorted(int(code) for code in re.findall(r"\| (\d+) \|", table))
+    assert codes == sorted(map(int, ExitCode))
+
+
+def test_the_agents_methods_are_all_there():
+    table = ARCHITECTURE[ARCHITECTURE.index("| method | params") : ARCHITECTURE.index("standing: `starting")]
+    listed = set(re.findall(r"^\| (\w+) \|", table, re.MULTILINE)) - {"method"}
+    assert listed == {name[3:] for name in vars(agent.Agent) if name.startswith("do_")}
+
+
+def test_the_record_of_a_run_is_whole():
+    part = ARCHITECTURE[ARCHITECTURE.index("state.json (supervisor") : ARCHITECTURE.index("`boot` differs")]
+    assert set(re.findall(r'"(\w+)"(?:: |,|})', part)) >= set(supervisor.new_state("a", None))
+
+
+def test_the_events_are_all_there():
+    part = re.search(r"^`(start, .*)`\.$", ARCHITECTURE, re.MULTILINE)[1]
+    methods = [name for name in vars(Events) if not name.startswith("_") and name not in ("emit", "close")]
+    assert sorted(part.split(", ")) == sorted(methods)
