@@ -50,7 +50,7 @@ class DataConfig:
 class DrafterSection:
     """Shape of the drafter. Hidden size, heads and intermediate size are the target's."""
 
-    layers: int = 5
+    layers: int = 5  # decoder layers
     block_size: int = 16  # tokens a block, slot 0 (the anchor) included
     feature_layers: int = 5  # how many target layers are read; ids by the method's rule
     target_layer_ids: tuple[int, ...] = ()  # 0-based, "after layer id"; overrides feature_layers
@@ -62,21 +62,21 @@ class TrainConfig:
     """The optimisation."""
 
     steps: int = 0  # optimizer steps; 0: epochs decide
-    epochs: float = 6.0
+    epochs: float = 6.0  # passes over the data
     batch_size: int = 8  # rows a drafter worker takes per step
     anchors: int = 512  # blocks drawn per row
     loss: str = "ce-decay"  # ce-decay | ce-dpace
     gamma: float = (
         0.0  # decay of slot weights exp(-(k-1)/gamma); 0: by block size (7 for 16, 5 for 10, 4 for 8)
     )
-    dpace_alpha: float = 0.5
-    learning_rate: float = 6e-4
+    dpace_alpha: float = 0.5  # ce-dpace: the least acceptance that a slot's weight assumes, 0 to 1
+    learning_rate: float = 6e-4  # the peak
     warmup_share: float = 0.04  # of all steps
-    weight_decay: float = 0.0
-    adam_beta1: float = 0.9
-    adam_beta2: float = 0.95
+    weight_decay: float = 0.0  # of matrices; norms have none
+    adam_beta1: float = 0.9  # decay of the first moment
+    adam_beta2: float = 0.95  # decay of the second moment
     clip: float = 1.0  # gradient norm; 0: off
-    seed: int = 0
+    seed: int = 0  # of weights, order of rows, anchors, and samples of the evaluation
     nonfinite: str = "stop"  # stop | skip: what a NaN or inf loss does; always counted
     log_every: int = 10  # steps
     checkpoint_every: int = 500  # steps; 0: only at the end
@@ -87,8 +87,8 @@ class TrainConfig:
 class DevicesConfig:
     """Where the workers run. Several may share a device."""
 
-    targets: tuple[str, ...] = ("cpu",)
-    drafters: tuple[str, ...] = ("cpu",)
+    targets: tuple[str, ...] = ("cpu",)  # cpu | cuda:N, one a target worker
+    drafters: tuple[str, ...] = ("cpu",)  # one a drafter worker
     channel_depth: int = 2  # batches in flight per drafter
     cpu_threads: int = 0  # intra-op threads; 0: decided from the cores
 
@@ -107,9 +107,9 @@ class EvaluateConfig:
     """The real draft-and-verify loop, run before the first step and after the last one."""
 
     prompts: str = ""  # chat JSONL of held-out prompts; empty: no evaluation in the run
-    count: int = 40  # prompts used
-    max_new_tokens: int = 128
-    temperature: float = 0.0
+    count: int = 40  # prompts used; 0: all
+    max_new_tokens: int = 128  # per prompt
+    temperature: float = 0.0  # 0: greedy
     at_start: bool = True  # also measure the untrained drafter, for the figure beside it
 
 
@@ -214,10 +214,13 @@ def _check(config: Config, source: str) -> None:
         (t.checkpoint_every >= 0, "train.checkpoint_every", "0 or more"),
         (t.keep >= 1, "train.keep", "at least 1"),
         (t.gamma >= 0, "train.gamma", "0 or more"),
+        (0 <= t.dpace_alpha <= 1, "train.dpace_alpha", "from 0 to 1"),
         (0 <= t.adam_beta1 < 1, "train.adam_beta1", "from 0 to below 1"),
         (0 <= t.adam_beta2 < 1, "train.adam_beta2", "from 0 to below 1"),
         (t.weight_decay >= 0, "train.weight_decay", "0 or more"),
         (t.clip >= 0, "train.clip", "0 or more"),
+        (config.evaluate.count >= 0, "evaluate.count", "0 or more"),
+        (config.evaluate.temperature >= 0, "evaluate.temperature", "0 or more"),
         (config.evaluate.max_new_tokens >= 1, "evaluate.max_new_tokens", "at least 1"),
         (v.cpu_threads >= 0, "devices.cpu_threads", "0 or more"),
         (len(v.targets) >= 1, "devices.targets", "a list of at least one device, such as cuda:0 or cpu"),

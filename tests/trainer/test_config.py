@@ -1,0 +1,112 @@
+"""The training configuration: what is refused, and that every key says what it means."""
+
+import dataclasses
+import re
+from pathlib import Path
+
+import pytest
+
+from trainer import config
+from trainer.config import Config, ConfigError, load, parse, resolve
+
+SECTIONS = {f.name: f.default_factory for f in dataclasses.fields(Config) if f.name != "warmup"}
+
+
+def test_an_empty_file_is_the_demo():
+    assert parse({}) == Config()
+    assert resolve(Config().target.model).is_dir()
+    assert resolve(Config().data.path).is_file()
+
+
+@pytest.mark.parametrize(
+    ("raw", "says"),
+    [
+        ({"trian": {}}, "unknown key `trian`; did you mean `train`?"),
+        ({"train": {"step": 5}}, "unknown key `train.step`; did you mean `train.steps`?"),
+        ({"train": 3}, "train. must be a table"),
+        ({"train": {"steps": "5"}}, "`train.steps` must be int, not str ('5')"),
+        ({"train": {"steps": True}}, "`train.steps` must be int, not bool"),
+        ({"train": {"steps": 5.0}}, "`train.steps` must be int, not float"),
+        ({"evaluate": {"at_start": 1}}, "`evaluate.at_start` must be bool, not int"),
+        ({"devices": {"targets": "cpu"}}, "`devices.targets` must be a list, not str"),
+        ({"devices": {"targets": ["cpu", 1]}}, "`devices.targets[1]` must be str, not int"),
+        ({"warmup": 3}, "`warmup` must be a table"),
+        ({"warmup": {"start": "long"}}, "`warmup.start` must be float, not str"),
+    ],
+)
+def test_what_is_not_as_it_should_be_is_named(raw, says):
+    with pytest.raises(ConfigError, match=re.escape(says)):
+        parse(raw, "a.toml")
+
+
+WRONG = [
+    ("target", "dtype", "float8"),
+    ("data", "max_length", 15),
+    ("data", "bucket_count", 0),
+    ("drafter", "layers", 0),
+    ("drafter", "block_size", 1),
+    ("drafter", "feature_layers", 0),
+    ("train", "steps", -1),
+    ("train", "epochs", 0),
+    ("train", "batch_size", 0),
+    ("train", "anchors", 0),
+    ("train", "loss", "ce"),
+    ("train", "gamma", -0.1),
+    ("train", "dpace_alpha", 1.1),
+    ("train", "learning_rate", 0),
+    ("train", "warmup_share", 1),
+    ("train", "weight_decay", -1),
+    ("train", "adam_beta1", 1),
+    ("train", "adam_beta2", -0.1),
+    ("train", "clip", -1),
+    ("train", "nonfinite", "ignore"),
+    ("train", "log_every", 0),
+    ("train", "checkpoint_every", -1),
+    ("train", "keep", 0),
+    ("devices", "targets", []),
+    ("devices", "drafters", []),
+    ("devices", "channel_depth", 0),
+    ("devices", "cpu_threads", -1),
+    ("runtime", "compile", "yes"),
+    ("runtime", "drafter_dtype", "float16"),
+    ("evaluate", "count", -1),
+    ("evaluate", "temperature", -0.1),
+    ("evaluate", "max_new_tokens", 0),
+]
+
+
+@pytest.mark.parametrize(("section", "key", "value"), WRONG)
+def test_values_out_of_range_are_refused(section, key, value):
+    with pytest.raises(ConfigError, match=rf"a.toml: `{section}\.{key}` must be "):
+        parse({section: {key: value}}, "a.toml")
+
+
+def test_every_default_is_allowed_and_whole_numbers_are_floats_too():
+    defaults = {name: dataclasses.asdict(made()) for name, made in SECTIONS.items()}
+    raw = {s: {k: list(v) if isinstance(v, tuple) else v for k, v in d.items()} for s, d in defaults.items()}
+    assert parse(raw) == Config()
+    assert parse({"train": {"epochs": 2}}).train.epochs == 2.0
+
+
+def test_a_file_that_is_absent_or_broken_is_named(tmp_path):
+    with pytest.raises(ConfigError, match="no such file"):
+        load(tmp_path / "absent.toml")
+    (tmp_path / "broken.toml").write_bytes(b"[train\n")
+    with pytest.raises(ConfigError, match=r"broken\.toml: not valid TOML"):
+        load(tmp_path / "broken.toml")
+
+
+def test_paths_are_bundled_absolute_or_beside_the_file(tmp_path):
+    assert resolve("bundled:tiny/train.toml").is_file()
+    assert resolve("data", tmp_path) == tmp_path / "data"
+    assert resolve("/data", tmp_path) == Path("/data")
+    assert resolve("~/data", tmp_path) == Path.home() / "data"
+
+
+def test_every_key_says_what_it_means():
+    """`hosts.example.toml` and the README send people to this file."""
+    text = Path(config.__file__).read_text()
+    for made in SECTIONS.values():
+        body = text[text.index(f"class {made.__name__}:") :]
+        for field in dataclasses.fields(made):
+            assert re.search(rf"^    {field.name}: [^#]*#", body, re.MULTILINE), field.name
