@@ -2,6 +2,8 @@
 
 from __future__ import annotations
 
+import functools
+import secrets
 import shlex
 import time
 from collections.abc import Callable, Mapping
@@ -10,7 +12,7 @@ from typing import TYPE_CHECKING, Any
 
 from dflashctl import deploy, runs
 from dflashctl.config import Host, PctHost
-from dflashctl.errors import ConfigError, DflashError
+from dflashctl.errors import ConfigError, ConnectionLostError, DflashError, PreflightError
 from dflashctl.preflight import judge, preflight
 from dflashctl.profile import Profile
 from dflashctl.stop import GRACE
@@ -187,8 +189,10 @@ class Plan:
             warmup=self.profile.warmup,
             environment=self.variables,
             resume=self.resume_dir,
+            launch_id=secrets.token_hex(8),
         )
-        return self.session.call(
+        start = functools.partial(
+            self.session.call,
             "start",
             timeout=60.0,
             run_id=run_id,
@@ -201,6 +205,21 @@ class Plan:
             if self.force
             else [name for name in self.profile.all_devices if name.startswith("cuda")],
         )
+        try:
+            return start()
+        except ConnectionLostError as lost:
+            # It may have been started. Asked again under the same launch_id, the agent answers for that run and makes no
+            # second one.
+            try:
+                return start()
+            except PreflightError:
+                raise  # refused: it does not run
+            except DflashError as error:
+                raise type(error)(
+                    f"the connection broke while {run_id} was being started, so it may run: {error.message}",
+                    where=lost.where,
+                    hint=f"before launching again, look with  dflashctl status {run_id} -H {self.host.name}",
+                ) from error
 
     def commands(self, run_id: str, facts: Mapping[str, Any]) -> list[str]:
         """What is run over there, one a line, secrets hidden."""

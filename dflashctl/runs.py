@@ -75,9 +75,11 @@ def manifest(
     warmup: Mapping[str, float],
     environment: Mapping[str, str],
     resume: str | None,
+    launch_id: str,
 ) -> dict[str, Any]:
     """What the run's manifest.json says. The agent adds run_id, created, user and argv.
 
+    `launch_id` tells this launch from every other, so that a start whose answer was lost can be asked for again.
     Of the environment only the names are kept: any value may be a secret.
     """
     return {
@@ -94,6 +96,7 @@ def manifest(
         "environment": sorted(environment),
         "client": f"{getpass.getuser()}@{socket.gethostname()}",
         "resume": resume,
+        "launch_id": launch_id,
     }
 
 

@@ -56,6 +56,7 @@ def test_the_manifest_names_variables_but_not_their_values() -> None:
         warmup={"start": 5.0},
         environment={"HF_TOKEN": "hf_secret", "A": "b"},
         resume=None,
+        launch_id="abc",
     )
     assert manifest["environment"] == ["A", "HF_TOKEN"]
     assert "hf_secret" not in repr(manifest)

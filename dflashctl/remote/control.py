@@ -76,6 +76,7 @@ def trainer_environment(base, extra, argv):
 def start(workspace, run_id, manifest, config_toml, argv, environment, grace, claim=()):
     """Write the run's folder, start the supervisor, and answer once the trainer runs or could not be started.
 
+    Asked again with the `launch_id` of the manifest, it starts nothing and answers for the run that it started.
     `claim`: devices that no other living run of this workspace may use; of two launches at once, one is refused.
     Returns {"run_id", "path", "state", "note"}; note says why there is no systemd unit although systemd is there.
     """
@@ -95,15 +96,22 @@ def start(workspace, run_id, manifest, config_toml, argv, environment, grace, cl
         "manifest.json": json.dumps(manifest, indent=1),
     }
     with store.locked(workspace):
-        for run in active_runs(workspace) if claim else ():
+        again = started_by(run_dir) == manifest.get("launch_id", "")  # the first answer was lost on its way
+        for run in active_runs(workspace) if claim and not again else ():
             if shared := sorted(set(claim).intersection(run["devices"])):
                 hint = "wait for it, choose other devices, or launch with --force"
                 raise store.Refusal("busy", f"run {run['run_id']} uses {', '.join(shared)}", hint)
-        store.create_run(workspace, run_id, files)
-    note = start_unit(run_id, run_dir, grace) if unit else ""
-    if note or not unit:
+        if not again:
+            store.create_run(workspace, run_id, files)
+    note = start_unit(run_id, run_dir, grace) if unit and not again else ""
+    if (note or not unit) and not again:
         start_session(run_dir)
     return {"run_id": run_id, "path": run_dir, "state": await_takeover(run_dir), "note": note}
+
+
+def started_by(run_dir):
+    """The launch that made this run; None where there is no such run or it does not say."""
+    return (supervisor.read_json(os.path.join(run_dir, "manifest.json")) or {}).get("launch_id")
 
 
 def active_runs(workspace):
@@ -137,16 +145,10 @@ def supervisor_source():
 
 def start_unit(run_id, run_dir, grace):
     """Empty when the unit was started; else why not, with the record changed to say that there is none."""
-    subprocess.run(
-        ["systemctl", "reset-failed", unit_name(run_id)], stdin=subprocess.DEVNULL, capture_output=True
-    )
+    with contextlib.suppress(subprocess.TimeoutExpired):
+        systemd(["systemctl", "reset-failed", unit_name(run_id)], 10)
     try:
-        done = subprocess.run(
-            unit_argv(run_id, run_dir, sys.executable, grace),
-            stdin=subprocess.DEVNULL,
-            capture_output=True,
-            timeout=20,
-        )
+        done = systemd(unit_argv(run_id, run_dir, sys.executable, grace), 20)
     except subprocess.TimeoutExpired:
         return (
             ""  # systemd is slow, not unwilling: the unit may still come, so no second supervisor is started
@@ -158,6 +160,10 @@ def start_unit(run_id, run_dir, grace):
     state["unit"] = None
     supervisor.write_json(os.path.join(run_dir, "state.json"), state)
     return f"no systemd unit, the run is in a session of its own: {why}"
+
+
+def systemd(argv, timeout):
+    return subprocess.run(argv, stdin=subprocess.DEVNULL, capture_output=True, timeout=timeout)
 
 
 def start_session(run_dir):
