@@ -84,7 +84,6 @@ def deploy(session: Session, release: Release) -> bool:
     """
     answer = session.call(
         "deploy",
-        timeout=120.0,
         payload=release.tar,
         release=release.hash,
         size=release.size,

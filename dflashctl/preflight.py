@@ -22,8 +22,8 @@ BUSY_MIB = 1024
 RUN_BYTES = 256 * 1024 * 1024
 """Bytes that must be free beside the release, for logs, prepared data and a first checkpoint."""
 
-TIMEOUT = 150.0
-"""Seconds for all checks; the first import of torch on a slow disk takes most of it."""
+TIMEOUT = 60.0
+"""Seconds of silence; the longest is while nvidia-smi hangs. The first import of torch gives pulses."""
 
 
 def preflight(

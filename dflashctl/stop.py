@@ -5,14 +5,13 @@ from __future__ import annotations
 from dataclasses import dataclass
 from typing import TYPE_CHECKING, Any
 
+from dflashctl.errors import ConnectionLostError
+
 if TYPE_CHECKING:
     from dflashctl.remote.session import Session
 
 GRACE = 60.0
 """Seconds between TERM and KILL in which the trainer saves a checkpoint."""
-
-MARGIN = 40.0
-"""Seconds beyond the grace period that ending what is left may take."""
 
 
 @dataclass(frozen=True)
@@ -33,7 +32,15 @@ class Stopped:
 
 def stop(session: Session, run_id: str | None = None, *, grace: float = GRACE) -> Stopped:
     """TERM, `grace` seconds, KILL, verified. Idempotent. Raises NotFoundError, ConnectionLostError, DflashError."""
-    answer = session.call("stop", timeout=grace + MARGIN, run_id=run_id, grace=grace)
+    session.open()
+    try:
+        answer = session.call("stop", run_id=run_id, grace=grace)
+    except ConnectionLostError as error:
+        raise ConnectionLostError(
+            error.message,
+            where=error.where,
+            hint="a stop that was asked for is carried through over there; ask again, or look with  dflashctl status",
+        ) from error
     return Stopped(
         run_id=answer["run_id"],
         state=answer["state"],

@@ -7,8 +7,12 @@ thing hides no other.
 from __future__ import annotations
 
 import contextlib
+import io
 import json
 import os
+import signal
+import sys
+import textwrap
 import time
 from collections.abc import Callable
 from pathlib import Path
@@ -18,15 +22,22 @@ import pytest
 from hypothesis import HealthCheck, given, settings
 from hypothesis import strategies as st
 
-from dflashctl.errors import DflashError
-from dflashctl.remote import supervisor
+from dflashctl import deploy
+from dflashctl.config import Host
+from dflashctl.errors import ConnectionLostError, DflashError, PreflightError, UnreachableError
+from dflashctl.launch import launch
+from dflashctl.profile import load_profile
+from dflashctl.remote import session as sessions
+from dflashctl.remote import store, supervisor
 from dflashctl.remote.agent import Agent, Input
 from dflashctl.remote.control import active_runs
 from dflashctl.remote.session import Session
 from dflashctl.remote.store import Refusal
+from dflashctl.stop import stop
 from tests.running import Runner, runner, session
+from tests.test_launch import host, modules, trainer
 
-__all__ = ["runner", "session"]
+__all__ = ["host", "modules", "runner", "session", "trainer"]
 
 FILES = ("state.json", "manifest.json", "events.jsonl", "run.log", "log.index", "stop.json", "config.toml")
 
@@ -182,3 +193,193 @@ def test_whatever_lies_in_place_of_a_file_no_question_hangs(
         assert "healthy" in [row["run_id"] for row in listed]
         assert session.begin["pid"] == pid, f"{kind} as {name} ended the agent"
     assert time.monotonic() - begun < 8
+
+
+# What comes over the line.
+
+TAMPER = """
+import json, os, subprocess, sys, time
+done = sys.argv[0] + ".done"
+agent = subprocess.Popen([sys.executable, *sys.argv[1:]], stdout=subprocess.PIPE)
+def send(line):
+    os.write(1, line)
+def cut():
+    os._exit(0)
+{code}
+for line in agent.stdout:
+    mark, brace, text = line.partition(b"{{")
+    send_frame(line, mark, json.loads(brace + text))
+"""
+
+
+def tampering(tmp_path: Path, code: str) -> str:
+    """An interpreter that runs the agent and hands on what it says by `send_frame(line, mark, frame)`; `cut()` breaks off."""
+    script, path = tmp_path / "tamper.py", tmp_path / "python"
+    script.write_text(TAMPER.format(code=textwrap.dedent(code)))
+    path.write_text(f'#!/bin/sh\nexec {sys.executable} {script} "$@"\n')
+    path.chmod(0o755)
+    return str(path)
+
+
+def quicker_pulse(monkeypatch: pytest.MonkeyPatch) -> None:
+    altered = [(name, text.replace("PULSE = 5.0", "PULSE = 0.2")) for name, text in sessions._sources()]
+    monkeypatch.setattr(sessions, "_sources", lambda: altered)
+
+
+def test_a_login_that_prints_for_ever_is_given_up(runner: Runner, tmp_path: Path) -> None:
+    python = tmp_path / "python"
+    python.write_text("#!/bin/sh\nexec yes\n")
+    python.chmod(0o755)
+    begun = time.monotonic()
+    with pytest.raises(UnreachableError, match="did not answer within 1 s"):
+        runner.session(python=str(python), timeout=1.0).open()
+    assert time.monotonic() - begun < 3
+
+
+def test_noise_does_not_put_off_the_end_of_a_wait(runner: Runner, tmp_path: Path) -> None:
+    """An agent that fell silent while something else prints on."""
+    code = """
+    def send_frame(line, mark, frame):
+        send(line)
+        if "begin" in frame:
+            while True: send(b"noise " * 100); time.sleep(0.01)
+    """
+    session = runner.session(python=tampering(tmp_path, code))
+    with pytest.raises(ConnectionLostError, match="nothing came"):
+        session.call("list", timeout=1.0)
+
+
+def test_a_slow_line_is_not_a_silent_one(runner: Runner, tmp_path: Path) -> None:
+    """An answer that takes three times the patience, a few bytes at a time."""
+    code = """
+    def send_frame(line, mark, frame):
+        pieces = 30 if "ok" in frame else 1
+        size = len(line) // pieces + 1
+        for at in range(0, len(line), size):
+            send(line[at:at + size]); time.sleep(0.1 if pieces > 1 else 0)
+    """
+    with runner.session(python=tampering(tmp_path, code)) as session:
+        assert session.call("list", timeout=1.0)["runs"] == []
+
+
+@pytest.mark.parametrize(
+    ("sent", "words"),
+    [
+        ('b"x" * 1_000_000', "without an end"),
+        ('b"{" * 9 + b"\\n"', "no answer"),
+        ('b"[" * 99999 + b"\\n"', "no answer"),
+    ],
+)
+def test_nonsense_in_place_of_an_answer(
+    runner: Runner, tmp_path: Path, monkeypatch: pytest.MonkeyPatch, sent: str, words: str
+) -> None:
+    monkeypatch.setattr(sessions, "FRAME_LIMIT", 1 << 20)
+    code = f"""
+    def send_frame(line, mark, frame):
+        send(line if "begin" in frame else mark)
+        while "begin" not in frame: send({sent})
+    """
+    session = runner.session(python=tampering(tmp_path, code))
+    with pytest.raises(DflashError, match=words):
+        session.call("list", timeout=5.0)
+
+
+def test_what_takes_long_is_told_apart_from_silence(runner: Runner, monkeypatch: pytest.MonkeyPatch) -> None:
+    """Stopping a run whose supervisor hangs takes longer than the patience of who asked."""
+    quicker_pulse(monkeypatch)
+    session = runner.session()
+    state = runner.start(
+        session, "a", "import signal, time; signal.signal(signal.SIGTERM, signal.SIG_IGN); time.sleep(99)"
+    )["state"]
+    os.kill(state["supervisor_pid"], signal.SIGSTOP)
+    begun, pid = time.monotonic(), session.begin["pid"]
+    answer = session.call("stop", timeout=1.5, run_id="a", grace=0.5)
+    assert time.monotonic() - begun > 3
+    assert (answer["killed"], session.begin["pid"]) == (True, pid)
+
+
+def test_folders_left_by_another_of_our_pid_are_in_nobodys_way(tmp_path: Path) -> None:
+    """Pids come again after a reboot; what a process of the same pid left unfinished must not refuse a launch."""
+    runs = Path(store.runs_dir(str(tmp_path)))
+    releases = Path(store.release_dir(str(tmp_path), "abc")).parent
+    for folder in (runs / f".new-a-{os.getpid()}", releases / f"abc.tmp-{os.getpid()}"):
+        folder.mkdir(parents=True)
+    store.create_run(str(tmp_path), "a", {"manifest.json": "{}"})
+    release = deploy.collect(tmp_path)
+    store.deploy(io.BytesIO(release.tar), str(tmp_path), "abc", release.size, release.sha256)
+    assert (runs / "a").stat().st_mode & 0o777 == 0o755
+    assert (releases / "abc").stat().st_mode & 0o777 == 0o755
+
+
+# A connection that breaks while something is being done.
+
+CUT_ONCE = """
+    def send_frame(line, mark, frame):
+        if {when} and not os.path.exists(done):
+            open(done, "w").close()
+            {lost}
+        send(line)
+"""
+
+
+@pytest.mark.parametrize(
+    "cut",
+    [
+        {"when": '"state" in frame.get("ok", {})', "lost": "cut()"},  # the answer is lost
+        {"when": '"already" in frame.get("ok", {})', "lost": "send(line); cut()"},  # the request is lost
+    ],
+)
+def test_a_launch_through_a_cut_starts_one_run(
+    host: Host, runner: Runner, tmp_path: Path, cut: dict[str, str]
+) -> None:
+    with runner.session(python=tampering(tmp_path, CUT_ONCE.format(**cut))) as session:
+        launched = launch(session, host, load_profile(None, host))
+    assert (tmp_path / "tamper.py.done").exists()
+    assert os.listdir(runner.workspace / "dflash" / "runs") == [launched.run_id]
+    assert runner.ended(str(launched.run_id))["exit_code"] == 0
+    assert (runner.run_dir(str(launched.run_id)) / "run.log").read_text().count("Loaded dataset") == 1
+
+
+def test_a_launch_that_stays_cut_off_says_that_the_run_may_live(
+    host: Host, runner: Runner, tmp_path: Path
+) -> None:
+    code = """
+    def send_frame(line, mark, frame):
+        if os.path.exists(done) or "state" in frame.get("ok", {}):
+            open(done, "w").close(); cut()
+        send(line)
+    """
+    session = runner.session(python=tampering(tmp_path, code))
+    with pytest.raises(DflashError, match="so it may run") as caught:
+        launch(session, host, load_profile(None, host), name="mine")
+    assert "dflashctl status mine -H local" in caught.value.hint
+    assert runner.ended("mine")["exit_code"] == 0
+
+
+def test_another_launch_of_that_name_is_still_refused(host: Host, runner: Runner) -> None:
+    with runner.session() as session:
+        launch(session, host, load_profile(None, host), name="mine")
+        with pytest.raises(PreflightError, match="exists already"):
+            launch(session, host, load_profile(None, host), name="mine")
+
+
+def test_a_stop_cut_off_is_carried_through(
+    runner: Runner, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """Even where the agent itself has to do it, the supervisor being gone."""
+    quicker_pulse(monkeypatch)
+    code = """
+    def send_frame(line, mark, frame):
+        if "pulse" in frame: cut()
+        send(line)
+    """
+    with runner.session() as starter:
+        state = runner.start(
+            starter, "a", "import signal, time; signal.signal(signal.SIGTERM, signal.SIG_IGN); time.sleep(99)"
+        )
+    os.kill(state["state"]["supervisor_pid"], signal.SIGKILL)
+    session = runner.session(python=tampering(tmp_path, code))
+    with pytest.raises(ConnectionLostError) as caught:
+        stop(session, "a", grace=1.0)
+    assert "carried through" in caught.value.hint
+    assert runner.ended("a", 5)["killed_after_grace"] is True

@@ -5,6 +5,7 @@ the reader. Standard library only, Python >= 3.9. Started by the bootstrap in se
 """
 
 import base64
+import contextlib
 import json
 import os
 import platform
@@ -25,7 +26,7 @@ POLL = 0.05
 """Seconds between two looks at a log that is followed."""
 
 PULSE = 5.0
-"""Seconds after which a silent `follow` says that it is still there."""
+"""Seconds of silence after which the agent says that it is still there."""
 
 
 class Gone(BaseException):
@@ -71,15 +72,17 @@ class Input:
 class Payload:
     """The raw bytes that follow a request. `drain` leaves the stream at the next request."""
 
-    def __init__(self, source, size):
+    def __init__(self, source, size, pulse):
         self.source = source
         self.left = size
+        self.pulse = pulse
 
     def read(self, size=-1):
         if not self.left:
             return b""
         data = self.source.read(self.left if size < 0 else min(size, self.left))
         self.left -= len(data)
+        self.pulse()
         return data
 
     def drain(self):
@@ -96,8 +99,26 @@ class Agent:
         self.out = out
         self.gpus = probe.Gpus()
         self.probes = {}
+        self.said = time.monotonic()
+
+    def pulse(self):
+        """Say, every PULSE seconds, that an answer that takes long is still to come."""
+        if time.monotonic() - self.said > PULSE:
+            self.send({"id": None, "pulse": time.time()})
+
+    def pause(self, seconds):
+        """Sleep; raises Gone when stdin ends."""
+        self.pulse()
+        self.source.pause(seconds)
+
+    def sleep(self, seconds):
+        """Sleep, whether or not somebody still listens: a stop that has begun is carried through."""
+        time.sleep(seconds)
+        with contextlib.suppress(BrokenPipeError):
+            self.pulse()
 
     def send(self, frame):
+        self.said = time.monotonic()
         data = memoryview(self.mark + json.dumps(frame).encode() + b"\n")
         while data:
             data = data[os.write(self.out, data) :]
@@ -110,7 +131,7 @@ class Agent:
                 self.answer(request)
 
     def answer(self, request):
-        payload = Payload(self.source, request.get("payload", 0))
+        payload = Payload(self.source, request.get("payload", 0), self.pulse)
         try:
             method = getattr(self, "do_" + request["method"], None)
             if method is None:
@@ -132,7 +153,7 @@ class Agent:
         return self.probes[folder]
 
     def do_preflight(self, **params):
-        return preflight.preflight(self.source.pause, self.gpus, **params)
+        return preflight.preflight(self.pause, self.gpus, **params)
 
     def do_deploy(self, payload, **params):
         return store.deploy(payload, **params)
@@ -142,7 +163,7 @@ class Agent:
 
     def do_stop(self, workspace, run_id=None, grace=60.0):
         folder = store.find_run(workspace, run_id)
-        return {"run_id": os.path.basename(folder), **control.stop(folder, grace, time.sleep)}
+        return {"run_id": os.path.basename(folder), **control.stop(folder, grace, self.sleep)}
 
     def do_snapshot(
         self, workspace, run_id=None, log_lines=20, log_offset=None, log_inode=None, want_gpu=True
@@ -173,7 +194,7 @@ class Agent:
 
     def do_stacks(self, workspace, run_id=None):
         folder = store.find_run(workspace, run_id)
-        return {"run_id": os.path.basename(folder), **stacks.collect(folder, self.source.pause)}
+        return {"run_id": os.path.basename(folder), **stacks.collect(folder, self.pause)}
 
     def do_list(self, workspace, limit=20):
         known = store.run_ids(workspace)
@@ -217,10 +238,8 @@ class Follower:
         self.path = os.path.join(run.folder, "run.log")
         self.fd = -1
         self.offset = 0
-        self.said = time.monotonic()
 
     def say(self, item):
-        self.said = time.monotonic()
         self.agent.send({"id": None, "item": item})
 
     def open(self, offset=None, inode=None, lines=None, since=None):
@@ -292,7 +311,7 @@ class Follower:
             self.drain()  # after the look at the state: what an ended run wrote is then all there
             if not wait or standing in ("exited", "lost"):
                 return {"state": state, "standing": standing}
-            if now - self.said > PULSE:
+            if now - self.agent.said > PULSE:
                 self.say({"pulse": time.time()})
             if self.agent.source.pause(POLL):
                 return {"state": state, "standing": standing, "cancelled": True}

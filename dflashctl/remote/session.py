@@ -22,6 +22,12 @@ MODULES = ("supervisor", "journal", "probe", "store", "control", "preflight", "s
 PATH = "/usr/local/sbin:/usr/local/bin:/usr/sbin:/usr/bin:/sbin:/bin"
 PIECE = 256 * 1024
 NOISE_KEPT = 64 * 1024
+FRAME_LIMIT = 64 * 1024 * 1024
+"""Bytes of one frame; only a host that means ill sends more."""
+
+SILENCE = 30.0
+"""Seconds without a word from the agent after which the connection counts as lost; where it takes its time, it gives a
+pulse every 5 s."""
 
 # Runs over there before anything of ours: reads the program and becomes it. ASCII, no single quotes, old syntax, so that an
 # old interpreter says what is wrong instead of a SyntaxError.
@@ -171,7 +177,7 @@ class Session:
             self.transport.close()
 
     def call(
-        self, method: str, *, timeout: float = 30.0, payload: bytes = b"", **params: Any
+        self, method: str, *, timeout: float = SILENCE, payload: bytes = b"", **params: Any
     ) -> dict[str, Any]:
         """Ask and wait for the answer.
 
@@ -185,7 +191,7 @@ class Session:
         """
         number = self._send(method, params, payload)
         while True:
-            frame = self._next(time.monotonic() + timeout, timeout)
+            frame = self._next(timeout)
             if frame.get("id") == number:
                 return self._answer(frame)
 
@@ -199,7 +205,7 @@ class Session:
         done = False
         try:
             while True:
-                frame = self._next(time.monotonic() + silence, silence)
+                frame = self._next(silence)
                 if frame.get("id") == number:
                     done = True
                     yield {"end": self._answer(frame)}
@@ -216,7 +222,7 @@ class Session:
     def _cancel(self, number: int) -> None:
         try:
             self._write(json.dumps({"cancel": number}).encode() + b"\n")
-            while self._next(time.monotonic() + 5.0, 5.0).get("id") != number:
+            while self._next(5.0).get("id") != number:
                 pass
         except ConnectionLostError:
             self.close()
@@ -241,9 +247,9 @@ class Session:
         except (BrokenPipeError, TimeoutError) as error:
             raise self._lost(str(error)) from error
 
-    def _next(self, deadline: float, patience: float) -> dict[str, Any]:
+    def _next(self, patience: float) -> dict[str, Any]:
         try:
-            frame = self._frame(deadline)
+            frame = self._frame(time.monotonic() + patience, patience)
         except TimeoutError:
             self.close()
             raise ConnectionLostError(
@@ -257,26 +263,53 @@ class Session:
             raise self._lost("end of file")
         return frame
 
-    def _frame(self, deadline: float) -> dict[str, Any] | None:
-        """The next frame; None at end of file. Raises TimeoutError."""
+    def _frame(self, deadline: float, patience: float = 0.0) -> dict[str, Any] | None:
+        """The next frame; None at end of file. Raises TimeoutError.
+
+        Bytes of a frame put the deadline off by `patience`: a slow line is not a silent one. Noise does not.
+        """
         assert self._channel is not None
+        looked = 0  # so far into the buffer the frame does not end
         while True:
             start = self._buffer.find(self._mark)
             if start >= 0:
-                end = self._buffer.find(b"\n", start)
+                end = self._buffer.find(b"\n", max(start, looked))
                 if end >= 0:
                     self._noise += self._buffer[:start]
-                    frame: dict[str, Any] = json.loads(self._buffer[start + len(self._mark) : end])
+                    frame = self._parsed(bytes(self._buffer[start + len(self._mark) : end]))
                     del self._buffer[: end + 1]
                     return frame
+                if len(self._buffer) > FRAME_LIMIT:
+                    raise self._nonsense(f"sent more than {FRAME_LIMIT >> 20} MiB without an end")
+                looked = len(self._buffer)
             elif len(self._buffer) > NOISE_KEPT:  # what may be the beginning of a mark stays
                 self._noise += self._buffer[: -len(self._mark)]
                 del self._buffer[: -len(self._mark)]
             del self._noise[:-NOISE_KEPT]
-            data = self._channel.read(max(0.0, deadline - time.monotonic()))
+            left = deadline - time.monotonic()
+            if left <= 0:  # whatever still comes: a login script may print for ever
+                raise TimeoutError
+            data = self._channel.read(left)
             if not data:
                 return None
+            if start >= 0 and patience:
+                deadline = time.monotonic() + patience
             self._buffer += data
+
+    def _parsed(self, text: bytes) -> dict[str, Any]:
+        try:
+            frame = json.loads(text)
+        except (ValueError, RecursionError):
+            frame = None
+        if not isinstance(frame, dict):
+            raise self._nonsense("sent what is no answer")
+        return frame
+
+    def _nonsense(self, what: str) -> DflashError:
+        self.close()
+        return DflashError(
+            f"{self.transport.label} {what}", hint="something over there alters what dflashctl's agent says"
+        )
 
     def _result(self) -> Result:
         assert self._channel is not None

@@ -10,6 +10,7 @@ import hashlib
 import os
 import shutil
 import tarfile
+import tempfile
 import time
 
 from dflashctl.remote import supervisor
@@ -111,6 +112,13 @@ def remove_stale(folder, mark):
                 shutil.rmtree(path)
 
 
+def fresh_folder(folder, prefix):
+    """A new folder to fill. Not named by our pid, which comes again after a reboot and may have left one behind."""
+    path = tempfile.mkdtemp("", prefix, folder)
+    os.chmod(path, 0o755)
+    return path
+
+
 class Hashed:
     """A reader that hashes what passes."""
 
@@ -141,9 +149,9 @@ def deploy(payload, workspace, release, size, sha256):
             f"{folder} has {free:,} bytes free; the trainer needs {size * 2 + SPARE:,}",
             "free some space there, or set `workspace` of this host to another disk",
         )
-    temporary = f"{final}.tmp-{os.getpid()}"
+    temporary = ""
     try:
-        os.mkdir(temporary)
+        temporary = fresh_folder(folder, f"{release}.tmp-")
         unpack(payload, temporary, sha256)
         try:
             os.rename(temporary, final)
@@ -152,7 +160,7 @@ def deploy(payload, workspace, release, size, sha256):
                 raise
         supervisor.sync_folder(folder)
     except OSError as error:
-        raise denied(error, temporary) from error
+        raise denied(error, temporary or folder) from error
     finally:
         shutil.rmtree(temporary, ignore_errors=True)
     return {"release": release, "path": final, "already": False}
@@ -218,9 +226,9 @@ def create_run(workspace, run_id, files):
     if os.path.exists(final):
         raise taken
     remove_stale(folder, ".new-")
-    temporary = os.path.join(folder, f".new-{run_id}-{os.getpid()}")
+    temporary = ""
     try:
-        os.mkdir(temporary)
+        temporary = fresh_folder(folder, f".new-{run_id}-")
         for name, text in files.items():
             mode = 0o600 if name == "start.json" else 0o644
             with open(
