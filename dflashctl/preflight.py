@@ -16,6 +16,9 @@ if TYPE_CHECKING:
 
 NEEDED_MODULES = ("torch", "transformers", "pyarrow", "safetensors")
 OLDEST_TORCH = (2, 11)
+NEEDS = "'torch>=2.11' 'transformers>=5' pyarrow safetensors nvidia-ml-py jinja2"
+"""For pip, as the extra `trainer` of pyproject.toml has them."""
+
 BUSY_MIB = 1024
 """GPU memory in use, MiB, from which a GPU counts as busy: more than an idle driver or a display takes."""
 
@@ -63,7 +66,7 @@ def judge(facts: Mapping[str, Any], profile: Profile, host: Host, label: str, *,
 
 
 def _modules(modules: Mapping[str, Any], host: Host, label: str) -> list[tuple[str, str]]:
-    install = f"install the trainer's needs there: {host.python} -m pip install 'dflashctl[trainer]'"
+    install = f"install the trainer's needs there: {host.python} -m pip install {NEEDS}"
     if why := modules.get("unread"):
         return [
             (
@@ -72,10 +75,12 @@ def _modules(modules: Mapping[str, Any], host: Host, label: str) -> list[tuple[s
             )
         ]
     missing = modules.get("missing") or {}
-    found = [
+    absent = [name for name in NEEDED_MODULES if missing.get(name) == _not_installed(name)]
+    found = [(f"{host.python} on {label} has no {', '.join(absent)}", install)] if absent else []
+    found += [
         (f"{name} can't be imported by {host.python} on {label}: {missing[name]}", install)
         for name in NEEDED_MODULES
-        if name in missing
+        if name in missing and name not in absent
     ]
     version = re.match(r"(\d+)\.(\d+)", modules.get("torch", ""))
     if version and (int(version[1]), int(version[2])) < OLDEST_TORCH:
@@ -84,6 +89,11 @@ def _modules(modules: Mapping[str, Any], host: Host, label: str) -> list[tuple[s
             (f"torch {modules['torch']} on {label} is too old; {oldest} or newer is needed", install)
         )
     return found
+
+
+def _not_installed(name: str) -> str:
+    """What the import of a package says that is not there, as remote/preflight.py words it."""
+    return f"ModuleNotFoundError: No module named {name!r}"
 
 
 def _workspace(facts: Mapping[str, Any], host: Host, label: str) -> list[tuple[str, str]]:

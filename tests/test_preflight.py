@@ -72,6 +72,20 @@ def test_all_well() -> None:
     [
         (
             modules(missing={"torch": "ModuleNotFoundError: No module named 'torch'"}),
+            "/opt/venv/bin/python on ct200 on pve1 has no torch",
+        ),
+        (
+            modules(
+                missing={
+                    "pyarrow": "ModuleNotFoundError: No module named 'pyarrow'",
+                    "torch": "ModuleNotFoundError: No module named 'torch'",
+                    "transformers": "ModuleNotFoundError: No module named 'yaml'",
+                }
+            ),
+            "/opt/venv/bin/python on ct200 on pve1 has no torch, pyarrow",
+        ),
+        (
+            modules(missing={"torch": "ModuleNotFoundError: No module named 'typing_extensions'"}),
             "torch can't be imported by /opt/venv",
         ),
         (
