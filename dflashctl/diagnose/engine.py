@@ -118,7 +118,11 @@ class _Case:
     def _living(self) -> Diagnosis:
         silent = self.facts.get("seconds_since_last_line")
         stalled = isinstance(silent, (int, float)) and silent > self._patience()
-        deaths = [f for f in self.findings if f.kind == "thread" and f.thread and not f.survived]
+        deaths = [
+            f
+            for f in self.findings
+            if f.kind == "thread" and f.thread and not (f.survived or self._after_finish(f))
+        ]
         if deaths:
             first = deaths[0]
             place = Finding(

@@ -42,7 +42,7 @@ _PROGRESS = re.compile(
     """
 )
 _RATE = re.compile(r"\d ?(?:[kMG]?i?B|it|\w{2,12})/s\b|\ds/\w{2,12}\b")
-_AT_ZERO = re.compile(r"\b0/\d+ \[\d\d:\d\d<\?")
+_AT_ZERO = re.compile(r"\b0/\d+ \[[\d:]{1,12}<\?")
 _MEASURE = re.compile(
     r"(?i)\b(?:loss|ce|lr|learning_rate|tok/s|it/s|s/it|samples/s|wps|gnorm|grad_norm|sps|img/s|tokens_per_s\w*"
     r"|RunningAvg\w*|skipped|val_\w+|reached|eal)\b"

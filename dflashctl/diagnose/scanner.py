@@ -3,6 +3,7 @@ reports (`Exception ignored in`) is marked or dropped here; engine.py weighs the
 
 from __future__ import annotations
 
+import json
 import re
 from collections import deque
 
@@ -35,10 +36,26 @@ _ELASTIC_EDGE = re.compile(r"^[=-]{20,}\s*$")
 _ANOMALY = re.compile(
     r"(?i)\b(?:error|fatal|failed|failure|abort(?:ed|ing)?|assert(?:ion)?|panic|exception|cannot|unable to|died|crash(?:ed)?)\b"
 )
+_LEVEL_KEYS = ("level", "severity", "levelname", "lvl", "log.level")
+_ERROR_LEVELS = ("error", "err", "fatal", "critical", "panic", "exception")
+_TEXT_KEYS = (
+    "msg",
+    "message",
+    "error",
+    "exception",
+    "traceback",
+    "exc_info",
+    "stack",
+    "stack_trace",
+    "event",
+    "detail",
+)
 _TORCH = re.compile(r"\btorch[ =:]+v?(\d+\.\d+(?:\.\d+)?)")
 
 QUOTE_LIMIT = 400
 """Lines after which an unclosed quotation is taken to have ended."""
+STRUCTURED = 400
+"""Lines of text read of one JSON line."""
 NEAR = 3
 """Lines within which a word about the error that follows is looked for."""
 STREAMS = 2048
@@ -150,7 +167,7 @@ class Scanner:
     def _in_block(self, line: Line) -> bool:
         """Tracebacks: header, frames, exception, continuation, chain."""
         block = self._blocks.get(line.stream)
-        if is_header(line.text):
+        if is_header(line.text) and not ln.is_data(line.text):
             if block and block.continues(line):
                 block.linked = False
                 block.begin(line)
@@ -258,7 +275,10 @@ class Scanner:
         if ln.is_finish(text):
             self.finish_line, self.finish_at = line.number, self.progress
             return
-        if self._report(line, text) or ln.is_data(text):
+        if ln.is_data(text):
+            self._structured(line, text)
+            return
+        if self._report(line, text):
             return
         if ln.is_compile(text) and line.level not in ("W", "E", "F"):
             self.compile_line = (line.number, text)
@@ -266,6 +286,28 @@ class Scanner:
             version = _TORCH.search(text)
             self.torch = version.group(1) if version else ""
         self._match(line, text)
+
+    def _structured(self, line: Line, text: str) -> None:
+        """A JSON line: data, unless it says itself that it reports an error; then its texts are read."""
+        try:
+            record = json.loads(text)
+        except (ValueError, RecursionError):
+            return
+        level = next((str(record[k]).lower() for k in _LEVEL_KEYS if k in record), "")
+        if level not in _ERROR_LEVELS:
+            return
+        said = [value for key, value in record.items() if key in _TEXT_KEYS and isinstance(value, str)]
+        stream = f"json {line.number}"
+        parts = [
+            Line(line.number, part, part, line.rank, stream, "", False)
+            for t in said
+            for part in t.splitlines()
+        ]
+        for part in parts[:STRUCTURED]:
+            if not self._in_block(part):
+                self._loose(part, part.text)
+        if stream in self._blocks:
+            self._end(self._blocks[stream])
 
     def _progress(self, line: Line, text: str) -> None:
         found = self._signatures.match(text, "progress")

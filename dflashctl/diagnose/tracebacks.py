@@ -68,7 +68,9 @@ class Finding:
     order: int = 0
 
 
-_LIBRARY = re.compile(r"(?:site|dist)-packages/|/lib/python3|<frozen |<string>|importlib/")
+_LIBRARY = re.compile(
+    r"(?:site|dist)-packages[/\\]|[/\\]lib[/\\](?:python3|runpy)|<frozen |<string>|importlib[/\\]"
+)
 
 
 def own_frame(frames: list[tuple[int, str]]) -> tuple[int, str] | None:
