@@ -14,7 +14,7 @@ def lines(error: DflashError, terminal: Terminal) -> list[str]:
     for i, part in enumerate(error.message.splitlines() or [""]):
         out += wrap(harmless(part), columns, "       ", "error: " if i == 0 else "       ")
     for part in error.where.splitlines():
-        out.append("  " + harmless(part))
+        out += wrap(harmless(part), columns, "    ", "  ")
     for i, part in enumerate(error.hint.splitlines()):
         out += wrap(harmless(part), columns, "       ", "  fix: " if i == 0 else "       ")
     out[0] = out[0].replace("error:", terminal.style("error:", "bold", "red"), 1)
