@@ -1,15 +1,31 @@
-"""Ctrl-C while a run is watched or followed: it ends the looking, never the run."""
+"""Ctrl-C while a run is watched, followed or stopped: it ends the looking, never what goes on over there."""
 
 from __future__ import annotations
 
+from typing import TYPE_CHECKING
+
 from dflashctl.errors import ExitCode
 
+if TYPE_CHECKING:
+    from dflashctl.cli.reach import Place
 
-def detached() -> ExitCode:
-    """Say that the run goes on; returns the command's exit code."""
+
+def detached(place: Place, run: str | None) -> ExitCode:
+    """Say that the run goes on, and what ends it; returns the command's exit code."""
+    there = "" if place.host.name == place.hosts.default_name else f" -H {place.host.name}"
+    return _left(f"detached; the run goes on. To end it:  dflashctl stop{f' {run}' if run else ''}{there}")
+
+
+def left_stopping() -> ExitCode:
+    """Say that a stop is not taken back; returns the command's exit code."""
+    return _left("not waited for; a stop that was sent is carried through. To see it:  dflashctl status")
+
+
+def _left(words: str) -> ExitCode:
     from dflashctl.render import terminal
+    from dflashctl.render.text import harmless
 
     messages = terminal.stderr()
-    said = "-- detached; the run goes on"
+    said = f"-- {harmless(words)}"
     messages.print(["", said] if messages.live else said)  # a terminal shows ^C on the line
     return ExitCode.INTERRUPTED

@@ -137,7 +137,7 @@ def _wait(place: Place, session: Session, run_id: str, seconds: float) -> int:
         with Watcher(lambda: sessions.pop() if sessions else place.session(), run_id) as watcher:
             look = watch(watcher, seconds, False, status.DEFAULT_LINES, ladder)
     except KeyboardInterrupt:
-        return detached()
+        return detached(place, run_id)
     if look.verdict.state in ("training", "evaluating", "finished"):
         out.print(screens.proven(look, seconds, out))
         out.print(["", *screens.following(place.host.name, place.hosts.default_name, out)])

@@ -26,8 +26,8 @@ def logs(
             "-n",
             metavar="LINES",
             min=0,
-            help="Begin that many lines before the end.",
-            show_default="50",
+            help="Begin that many lines before the end. Default: 50.",
+            show_default=False,
         ),
     ] = None,
     since: Annotated[
@@ -73,7 +73,7 @@ def logs(
                 end = item
     except KeyboardInterrupt:
         writer.end_line()
-        return detached() if follow else ExitCode.INTERRUPTED
+        return detached(place, run) if follow else ExitCode.INTERRUPTED
     writer.end_line()
     assert end is not None  # follow() yields End or raises
     seen.remember({end.run_id: place.host.name})

@@ -2,12 +2,25 @@
 
 from __future__ import annotations
 
+import math
 from pathlib import Path
 from typing import Annotated, Optional
 
 import typer
 
 from dflashctl.cli import complete
+
+
+def seconds(value: str) -> float:
+    """Parser of options that are a length of time. Raises BadParameter for what is no finite number from 0 up."""
+    try:
+        number = float(value)
+    except ValueError:
+        number = math.nan
+    if not 0 <= number < math.inf:
+        raise typer.BadParameter(f"{value!r} is not a number of seconds")
+    return number
+
 
 # typer evaluates these when it builds the commands: Optional, not `| None`, is what every supported version reads
 
@@ -46,7 +59,7 @@ WaitOption = Annotated[
     typer.Option(
         "--wait",
         metavar="SECONDS",
-        min=0,
+        parser=seconds,
         help="Watch for up to SECONDS; return at once on failure or proven progress.",
         show_default=False,
     ),

@@ -31,7 +31,9 @@ def status(
     full: Annotated[bool, typer.Option("--full", help="With --wait: watch the whole time.")] = False,
     lines: Annotated[
         Optional[int],  # noqa: UP045
-        typer.Option("--tail", "-n", metavar="LINES", min=0, help="Log lines to show.", show_default="8"),
+        typer.Option(
+            "--tail", "-n", metavar="LINES", min=0, help="Log lines to show. Default: 8.", show_default=False
+        ),
     ] = None,
     stacks: Annotated[
         bool, typer.Option("--stacks", help="Show what every thread is at (a stalled run: always).")
@@ -56,7 +58,7 @@ def status(
             look = watch(watcher, wait, full, screens.DEFAULT_LINES if lines is None else lines, ladder)
             held = _stacks(watcher, stacks) if stacks or look.verdict.state == "stalled" else {}
     except KeyboardInterrupt:
-        return detached() if wait else ExitCode.INTERRUPTED
+        return detached(place, run) if wait else ExitCode.INTERRUPTED
     snapshot, verdict = _with_kernel(place, look)
     seen.remember({snapshot.run_id: place.host.name})
     if json:
@@ -92,7 +94,9 @@ def _with_kernel(place: Place, look: Look) -> tuple[Snapshot, Verdict]:
     except DflashError as error:
         lines, why = [], error.message
     if why:
-        return snapshot, replace(verdict, notes=(*verdict.notes, f"the host's kernel log was not read: {why}"))
+        return snapshot, replace(
+            verdict, notes=(*verdict.notes, f"the host's kernel log was not read: {why}")
+        )
     mine = kernel.ours(lines, place.host.vmid, [f"dflash-{snapshot.run_id}.service"])
     if not mine:
         return snapshot, verdict

@@ -6,7 +6,8 @@ from typing import Annotated
 
 import typer
 
-from dflashctl.cli.options import AcceptNewOption, HostOption, HostsOption, JsonOption, RunArgument
+from dflashctl.cli.detach import left_stopping
+from dflashctl.cli.options import AcceptNewOption, HostOption, HostsOption, JsonOption, RunArgument, seconds
 from dflashctl.errors import ExitCode
 from dflashctl.stop import GRACE
 
@@ -16,7 +17,11 @@ def stop(
     grace: Annotated[
         float,
         typer.Option(
-            "--grace", metavar="SECONDS", min=0, help="Time to save a checkpoint before it is killed."
+            "--grace",
+            metavar="SECONDS",
+            parser=seconds,
+            help=f"Time to save a checkpoint before it is killed. Default: {GRACE:.0f}.",
+            show_default=False,
         ),
     ] = GRACE,
     json: JsonOption = False,
@@ -25,20 +30,29 @@ def stop(
     accept_new: AcceptNewOption = False,
 ) -> int:
     """Stop a run: TERM, time to save a checkpoint, then KILL; verified. Stopping an ended run is no error."""
+    from dflashctl import recovery
     from dflashctl import stop as stopping
     from dflashctl.cli import reach, seen
     from dflashctl.render import jsonout, terminal
     from dflashctl.render import stop as screens
+    from dflashctl.snapshot import Snapshot
 
     place = reach.place(host, hosts, accept_new, run)
-    with place.session() as session:
-        if not json:
-            terminal.stderr().print(screens.begin(run, grace))
-        stopped = stopping.stop(session, run, grace=grace)
+    try:
+        with place.session() as session:
+            if not json:
+                terminal.stderr().print(screens.begin(run, place.host.name, grace))
+            stopped = stopping.stop(session, run, grace=grace)
+            left = (
+                {} if json else session.call("snapshot", run_id=stopped.run_id, log_lines=0, want_gpu=False)
+            )
+    except KeyboardInterrupt:
+        return left_stopping()
     seen.remember({stopped.run_id: place.host.name})
     if json:
         jsonout.write(jsonout.stop(stopped, place.host.name))
     else:
         out = terminal.stdout()
-        out.print(screens.screen(stopped, place.host.name, grace, out))
+        going_on = recovery.again(Snapshot.parse(left))
+        out.print(screens.screen(stopped, place.host.name, grace, going_on, out))
     return ExitCode.OK

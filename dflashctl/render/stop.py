@@ -2,6 +2,9 @@
 
 from __future__ import annotations
 
+from collections.abc import Mapping
+from typing import Any
+
 from dflashctl.render.terminal import Terminal
 from dflashctl.render.text import harmless, wrap
 from dflashctl.snapshot import State
@@ -9,13 +12,15 @@ from dflashctl.stop import Stopped
 from dflashctl.words import duration
 
 
-def begin(run: str | None, grace: float) -> str:
-    return (
-        f"stopping {harmless(run) if run else 'the newest run'}: up to {duration(grace)} to save a checkpoint"
-    )
+def begin(run: str | None, host: str, grace: float) -> str:
+    which = harmless(run) if run else "the newest run"
+    return f"stopping {which} on {harmless(host)}: up to {duration(grace)} to save a checkpoint"
 
 
-def screen(stopped: Stopped, host: str, grace: float, terminal: Terminal) -> list[str]:
+def screen(
+    stopped: Stopped, host: str, grace: float, going_on: Mapping[str, Any], terminal: Terminal
+) -> list[str]:
+    """How it ended; after a stop also what is left of the work and what to type to go on (`recovery.again`)."""
     state = State.parse(stopped.state)
     how = state.signal or (
         f"exit code {state.exit_code}" if state.exit_code is not None else "no exit code known"
@@ -34,6 +39,6 @@ def screen(stopped: Stopped, host: str, grace: float, terminal: Terminal) -> lis
         said = f"stopped{took}: {how}; no process is left"
     lines = wrap(said, terminal.columns, "  ", head)
     if stopped.was_running:
-        words = f"dflashctl launch --resume {harmless(stopped.run_id)}   to go on from its last checkpoint"
+        words = harmless(f"{going_on['advice']}   {going_on['work']}")
         lines += wrap(words, terminal.columns, "          ", "next      ")
     return lines

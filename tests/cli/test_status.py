@@ -127,7 +127,7 @@ def test_ctrl_c_in_a_wait_detaches(cli, started):
     process.send_signal(signal.SIGINT)
     stdout, stderr = process.communicate(timeout=10)
     assert (process.returncode, stdout) == (130, "")
-    assert "detached; the run goes on" in stderr
+    assert "detached; the run goes on. To end it:  dflashctl stop\n" in stderr
     assert cli("status").returncode == 5
 
 

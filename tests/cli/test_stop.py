@@ -1,7 +1,10 @@
 """`dflashctl stop` on real runs."""
 
 import json
+import signal
 import time
+
+import pytest
 
 from dflashctl.remote import supervisor
 from tests.cli import scripts
@@ -42,6 +45,36 @@ def test_what_outlives_the_grace_period_is_killed(cli, started):
     assert shown.returncode == 0
     assert "killed: it outlived the grace period of 1 s" in shown.stdout
     assert "STOPPED   as asked, killed after the grace period" in cli("status").stdout
+
+
+def test_a_run_without_a_checkpoint_is_not_to_be_resumed(cli, started):
+    started("loads", scripts.LOADS)
+    shown = cli("stop")
+    assert "loads on here   stopped in " in shown.stdout
+    assert "next      dflashctl launch" in shown.stdout
+    assert "no checkpoint" in shown.stdout
+    assert "--resume" not in shown.stdout
+
+
+def test_ctrl_c_says_that_the_stop_goes_on(cli, started, runner):
+    started("stubborn", STUBBORN)
+    time.sleep(0.5)
+    process = cli.popen("stop", "--grace", "2")
+    assert process.stderr.readline() == "stopping the newest run on here: up to 2 s to save a checkpoint\n"
+    while runner.state("stubborn")["stop_requested"] is None:
+        time.sleep(0.05)
+    process.send_signal(signal.SIGINT)
+    assert "a stop that was sent is carried through" in process.communicate(timeout=10)[1]
+    assert process.returncode == 130
+    assert runner.ended("stubborn")["signal"] == "SIGKILL"
+
+
+@pytest.mark.parametrize("seconds", ["-1", "nan", "inf", "soon"])
+def test_a_time_is_a_number_of_seconds(cli, seconds):
+    for args in (["stop", "--grace", seconds], ["status", "--wait", seconds], ["launch", "--wait", seconds]):
+        shown = cli(*args)
+        assert shown.returncode == 2
+        assert f"'{seconds}' is not a number of seconds" in shown.stderr
 
 
 def test_json(cli, started):
