@@ -2,15 +2,17 @@
 
 from __future__ import annotations
 
+import fnmatch
 import io
 import os
+import re
 import tarfile
 import time
 from pathlib import Path
 
 import pytest
 
-from dflashctl.deploy import collect, deploy, package_dir
+from dflashctl.deploy import collect, deploy, files, package_dir
 from dflashctl.remote.session import Session
 from tests.running import Runner, runner, session
 
@@ -91,3 +93,13 @@ def test_the_release_is_importable(runner: Runner, session: Session) -> None:
     runner.start(session, "a", "import trainer.config; print(trainer.config.__file__)", PYTHONPATH=root)
     runner.ended("a")
     assert (runner.run_dir("a") / "run.log").read_text() == f"{root}/trainer/config.py\n"
+
+
+def test_a_wheel_holds_the_whole_tree() -> None:
+    """A release made from an installed wheel is the one made from the checkout: pyproject.toml names all that is no module."""
+    here = package_dir()
+    project = (here.parent / "pyproject.toml").read_text()
+    patterns = re.findall(r'"([^"]+)"', re.search(r'^"\*" = (\[.*\])$', project, re.MULTILINE)[1])
+    others = [path.name for path in files(here) if path.suffix != ".py"]
+    assert len(others) > 5
+    assert [name for name in others if not any(fnmatch.fnmatch(name, p) for p in patterns)] == []
