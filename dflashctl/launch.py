@@ -15,6 +15,7 @@ from dflashctl.config import Host, PctHost
 from dflashctl.errors import ConfigError, ConnectionLostError, DflashError, PreflightError
 from dflashctl.preflight import judge, preflight
 from dflashctl.profile import Profile
+from dflashctl.snapshot import Snapshot
 from dflashctl.stop import GRACE
 
 if TYPE_CHECKING:
@@ -72,7 +73,7 @@ def launch(
         tell: told what is being done, in a few words.
 
     Raises:
-        PreflightError: a check failed; nothing was started.
+        PreflightError: a check failed, `resume` saved no checkpoint; nothing was started.
         NotFoundError: no run `resume`.
         ConfigError: CUDA_VISIBLE_DEVICES is among the variables.
         RunNameError, ConnectionLostError, and what the session raises.
@@ -90,7 +91,7 @@ def launch(
             "CUDA_VISIBLE_DEVICES can't be set for a run",
             hint="name the GPUs instead: [devices] in the training config, or `devices` of the host in hosts.toml",
         )
-    resume_dir = session.call("config", run_id=resume)["path"] if resume else None
+    resume_dir = _resumed(session, resume) if resume else None
     tell("checking")
     facts = preflight(session, host, profile, release, variables)
     notes = judge(facts, profile, host, session.transport.label, force=force)
@@ -131,6 +132,16 @@ def launch(
         session.start_seconds,
         time.monotonic() - begun,
     )
+
+
+def _resumed(session: Session, run_id: str) -> str:
+    """The folder of the run to go on from. Raises NotFoundError, and PreflightError where it saved nothing."""
+    found = Snapshot.parse(session.call("snapshot", run_id=run_id, log_lines=0, want_gpu=False))
+    if not found.events.unread and not found.events.newest("checkpoint"):
+        raise PreflightError(
+            f"{run_id} saved no checkpoint: there is nothing to go on from", hint="launch without --resume"
+        )
+    return str(session.call("config", run_id=run_id)["path"])
 
 
 @dataclass(frozen=True)

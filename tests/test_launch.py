@@ -153,6 +153,10 @@ def test_a_dry_run_shows_every_command_and_changes_nothing(
 def test_resume_names_the_other_run(runner: Runner, session: Session, host: Host) -> None:
     go(session, host, name="first")
     runner.ended("first")
+    with pytest.raises(PreflightError, match="first saved no checkpoint"):
+        go(session, host, name="second", resume="first")
+    with (runner.run_dir("first") / "events.jsonl").open("a") as events:
+        events.write('{"t": 1.0, "event": "checkpoint", "step": 5, "path": "checkpoints/step-00000005"}\n')
     go(session, host, name="second", resume="first")
     runner.ended("second")
     assert f"resume {runner.run_dir('first')}\n" in (runner.run_dir("second") / "run.log").read_text()
