@@ -121,8 +121,8 @@ class Events:
         """eal: teacher-forced expected acceptance length, tokens; waits: share of the time since the last event, 0 to 1."""
         self.emit(
             "step",
-            f"step {step}/{steps}  loss {loss:.3f}  eal {eal:.2f}  lr {lr:.1e}  grad {grad_norm:.2f}  "
-            f"{samples_per_s:.1f} samples/s  wait target {target_wait * 100:.0f} % drafter {drafter_wait * 100:.0f} %",
+            f"step {step}/{steps}  loss {loss:.3f}  eal {eal:.2f}  lr {lr:.1e}  grad {grad_norm:.1f}  "
+            f"{samples_per_s:.1f} smp/s  wait target {target_wait * 100:.0f} % drafter {drafter_wait * 100:.0f} %",
             step=step,
             steps=steps,
             epoch=round(epoch, 4),
