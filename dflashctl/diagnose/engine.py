@@ -31,6 +31,8 @@ STALL_UNKNOWN_S = 600.0
 """Silence that is a stall where the log tells no interval."""
 SURVIVED_STEPS = 3
 """Progress lines after an error from which it is taken as survived in a run that has ended since."""
+RESTARTED_STEPS = 30
+"""The same where a rank's own process had ended: other ranks do not get that far without it."""
 NONFINITE_STEPS = 3
 """Progress lines in a row with a loss or norm that is not finite, from which it counts: one alone is skipped by scalers."""
 SPINNING_W = 150.0
@@ -259,8 +261,9 @@ class _Case:
 
     @staticmethod
     def _outlived(f: Finding) -> bool:
-        """In a run that has ended: whether it went on long enough after the error. A rank's own end is final."""
-        return f.steps >= SURVIVED_STEPS and f.tier > 2 and not (f.top_level and f.rank is not None)
+        """In a run that has ended: whether it went on long enough after the error. A rank's own end is final, unless it came back."""
+        final = f.top_level and f.rank is not None
+        return f.steps >= (RESTARTED_STEPS if final else SURVIVED_STEPS) and f.tier > 2
 
     def _root(self, kept: list[Finding]) -> Finding | None:
         if not kept:

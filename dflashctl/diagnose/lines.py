@@ -53,6 +53,7 @@ _FINISH = re.compile(
 )
 _BANNER = re.compile(
     r"(?i)^(?:[=*#~-]{3,}\s*(?:(?:new )?(?:run|job|attempt|restart|launch|start(?:ing|ed)?)\b.{0,100}?)[=*#~\s-]*$"
+    r"|.{0,60}\b(?:re-?start(?:ing)?|relaunching|re-?queued)\b.{0,40}\b(?:attempt|run|job)\b[ #]*\d"
     r"|dflash trainer: |.{0,40}starting workers for entrypoint|.*\bworker group FAILED\b.*attempts? left)"
 )
 _COMPILE = re.compile(

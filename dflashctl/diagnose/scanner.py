@@ -78,12 +78,8 @@ class Scanner:
     def __init__(self, signatures: Signatures, file: str = "log") -> None:
         self.file = file
         self._signatures = signatures
-        self._blocks: dict[str, Traceback] = {}
-        self._thread: dict[str, tuple[str, int]] = {}
         self._last: dict[str, Line] = {}
-        self._ignored_next: dict[str, bool] = {}
         self._quote = 0
-        self._epilogue = 0
         self.last_line = 0
         self.last_text = ""
         self.time: float | None = None
@@ -92,6 +88,10 @@ class Scanner:
     def reset(self) -> None:
         """A new run begins: forget what stood before."""
         self.findings: list[Finding] = []
+        self._blocks: dict[str, Traceback] = {}
+        self._thread: dict[str, tuple[str, int]] = {}
+        self._ignored_next: dict[str, bool] = {}
+        self._epilogue = 0
         self.progress = 0
         self.progress_line = 0
         self.progress_text = ""
@@ -123,7 +123,10 @@ class Scanner:
             self.last_line, self.last_text = number, line.text.strip()[:200]
         if self._in_quote(line):
             return
-        if not self._in_block(line):
+        if ln.is_banner(line.text):
+            self.reset()
+            self.banner = line.number
+        elif not self._in_block(line):
             self._loose(line, line.text)
         if line.text.strip():
             if len(self._last) > STREAMS:  # only the neighbours of a line matter
@@ -254,10 +257,6 @@ class Scanner:
 
     def _loose(self, line: Line, text: str) -> None:
         if not text.strip():
-            return
-        if ln.is_banner(text):
-            self.reset()
-            self.banner = line.number
             return
         found = _THREAD.match(text)
         if found:
