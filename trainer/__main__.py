@@ -1,4 +1,4 @@
-"""python -m trainer prepare|train|evaluate|export"""
+"""python -m trainer prepare|train|evaluate|bench|export"""
 
 from __future__ import annotations
 
@@ -12,6 +12,7 @@ COMMANDS = {
     "prepare": ("trainer.data.prepare", "turn chat JSONL into a memory-mapped dataset"),
     "train": ("trainer.train", "train a drafter"),
     "evaluate": ("trainer.evaluate", "measure a drafter's acceptance length against its target"),
+    "bench": ("trainer.bench", "time a training step on this machine, beside its floor"),
     "export": ("trainer.export", "write a checkpoint in a layout that serving engines read"),
 }
 

@@ -120,7 +120,11 @@ class MasterAdamW:
             groups.append(
                 {"params": [parameter], "weight_decay": weight_decay if part.start == 0 and cut else 0.0}
             )
-        self._adam = torch.optim.AdamW(groups, lr=0.0, betas=betas, eps=EPS, fused=True)
+        self._adam = torch.optim.AdamW(
+            groups, lr=0.0, betas=betas, eps=EPS, fused=True, capturable=device.type == "cuda"
+        )
+        # PyTorch warns of a capturable optimizer that is not captured; the fused one is the same either way
+        self._adam._warned_capturable_if_run_uncaptured = True  # type: ignore[attr-defined]
         for part, group in zip(parts, groups, strict=True):
             self._adam.state[group["params"][0]] = {  # type: ignore[index]
                 "step": torch.zeros((), device=device),
@@ -129,8 +133,9 @@ class MasterAdamW:
             }
 
     @torch.no_grad()
-    def step(self, rate: float, loss: Tensor | None = None) -> Tensor:
-        """Apply `self.gradient` (changed in place by clipping) at learning rate `rate`.
+    def step(self, rate: float | Tensor, loss: Tensor | None = None) -> Tensor:
+        """Apply `self.gradient` (changed in place by clipping) at learning rate `rate`: a number, or float32 [] on the
+        device, which a CUDA graph reads anew at each replay.
 
         A non-finite `loss` [] drops the update as a non-finite gradient does. Returns whether this step's gradient or
         loss was non-finite, a bool [] on the device.

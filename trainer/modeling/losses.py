@@ -97,9 +97,10 @@ def chunk_size(blocks: int, slots: int, vocabulary: int) -> int:
     From 64 blocks on a multiple of 64: then a chunk's rows fill the tiles of a matrix product.
     """
     most = max(1, CHUNK_ELEMENTS // (slots * vocabulary))
+    tile = 64 if most >= 64 else 1
+    most -= most % tile
     even = -(-blocks // -(-blocks // most))
-    aligned = -(-even // 64) * 64
-    return aligned if aligned <= most else even
+    return -(-even // tile) * tile
 
 
 def block_loss(

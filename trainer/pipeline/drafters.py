@@ -10,14 +10,14 @@ from torch import Tensor
 from torch._dynamo.exc import RecompileError
 
 from trainer.modeling.drafter import Drafter
-from trainer.modeling.losses import LossOutput, block_loss
+from trainer.modeling.losses import LossOutput, block_loss, loss_slope
 from trainer.optim import FlatParameters, MasterAdamW, Schedule
 from trainer.pipeline.channel import Channel
 from trainer.pipeline.crew import Crew, Worker
 from trainer.pipeline.exchange import Exchange, Share
 from trainer.pipeline.plan import Course, Plan
 from trainer.pipeline.targets import Delivery, DrafterBatch
-from trainer.runtime import compile
+from trainer.runtime import compile, graphs
 from trainer.runtime.devices import Device
 
 
@@ -81,6 +81,7 @@ class DrafterWorker(Worker):
         self.at_step = plan.first
         self.finished = False
         self.compiled = compile.wanted(plan.config.runtime, self.device.torch)
+        self.captured = graphs.wanted(plan.config.runtime, self.device.torch)
         self._plan = plan
         self._course = course
         self._channel = channel
@@ -95,10 +96,11 @@ class DrafterWorker(Worker):
         with compile.WARM_UP:
             began = time.monotonic()
             self._build()
-            for length in self._plan.batches.buckets.lengths:
+            for length in sorted(self._plan.batches.buckets.lengths, reverse=True):
                 self.crew.check()
                 self._warm_up(length)
             self.flat.gradients.zero_()
+            self._warm_up_update()
             self.device.mark().wait()
             seconds = time.monotonic() - began
         self.crew.events.drafter_ready(
@@ -144,9 +146,17 @@ class DrafterWorker(Worker):
         self.nonfinite = torch.zeros(2, dtype=torch.int64, device=device)
         shapes = len(plan.batches.buckets.lengths)
         self._forward: Any = compile.compiled(draft, shapes) if self.compiled else draft
+        self._slope: Any = compile.compiled(loss_slope, 2 * shapes) if self.compiled else loss_slope
+        # what the update reads, in places that a graph can know
+        self._rate = torch.zeros((), device=device)
+        self._number = torch.zeros((), dtype=torch.int64, device=device)
+        self._mean = torch.zeros(2, device=device)
+        if self.captured:
+            self._recorder = graphs.Recorder(self.device)
+            self._backwards: dict[int, tuple[DrafterBatch, graphs.Graph[tuple[Tensor, Tensor]]]] = {}
 
     def _warm_up(self, length: int) -> None:
-        """Forward and backward in the shape of one bucket, with made-up data: compiles, and proves the memory."""
+        """Forward and backward in the shape of one bucket, with made-up data: compiles, captures, proves the memory."""
         plan, device = self._plan, self.device.torch
         rows, count, size = plan.config.train.batch_size, plan.anchors(length), plan.shape.block_size
         width = len(plan.shape.target_layer_ids) * plan.shape.hidden_size
@@ -162,7 +172,33 @@ class DrafterWorker(Worker):
             labels=labels,
             labels_valid=torch.ones_like(labels, dtype=torch.bool),
         )
-        self._loss(batch).loss.backward()
+        self._backward(batch)
+        if self.captured:
+            self._backwards[length] = (batch, self._recorder.capture(lambda: self._backward(batch)))
+
+    def _warm_up_update(self) -> None:
+        """An update that is dropped, for its loss is NaN: loads what it needs, and is captured; changes nothing."""
+        self._mean.fill_(torch.nan)
+        self._update()
+        for counted in (self.optimizer.dropped, self.totals, self.nonfinite):
+            counted.zero_()
+        if self.captured:
+            self._update_graph = self._recorder.capture(self._update)
+
+    def _backward(self, batch: DrafterBatch) -> tuple[Tensor, Tensor]:
+        """The batch's gradient, times its weight, into `flat.gradients`; its metrics [2] and weight []."""
+        self.flat.gradients.zero_()
+        out = self._loss(batch)
+        (out.loss * out.weight).backward()
+        return torch.stack((out.loss.detach().float(), out.eal.float())), out.weight.float()
+
+    def _update(self) -> None:
+        """Apply the averaged gradient, and count: by `_rate`, `_number` and `_mean`."""
+        bad = self.optimizer.step(self._rate, self._mean[0])
+        counted = torch.cat((self._mean, torch.ones_like(self._mean[:1])))
+        self.totals += torch.where(bad, 0.0, counted)
+        first = torch.where(bad & (self.nonfinite[1] == 0), self._number, self.nonfinite[1])
+        self.nonfinite.copy_(torch.stack((self.nonfinite[0] + bad, first)))
 
     def _loss(self, batch: DrafterBatch) -> LossOutput:
         train = self._plan.config.train
@@ -179,23 +215,28 @@ class DrafterWorker(Worker):
             kind=train.loss,
             gamma=train.gamma,
             alpha=train.dpace_alpha,
+            slope=self._slope,
         )
 
     def _step(self, step: int) -> None:
         """One optimizer step, of which this worker has one batch. Never asks the device for a value."""
         delivery = self._channel.get(self.index)
         batch = DrafterBatch(*(self.device.fetch(tensor, delivery.mark) for tensor in delivery.batch))
-        self.flat.gradients.zero_()
-        out = self._loss(batch)
-        (out.loss * out.weight).backward()
-        metrics = torch.stack((out.loss.detach().float(), out.eal.float()))
-        share = Share(self.flat.gradients, metrics, out.weight.float(), self.device.mark())
+        if self.captured:
+            static, graph = self._backwards[batch.features.shape[1]]
+            graphs.fill(static, batch)
+            metrics, weight = graph.replay()
+        else:
+            metrics, weight = self._backward(batch)
+        share = Share(self.flat.gradients, metrics, weight, self.device.mark())
         mean = self._exchange.average(self.index, self.device, step, share, self.optimizer.gradient)
-        bad = self.optimizer.step(self._schedule.rate(step), mean[0])
-        counted = torch.cat((mean, torch.ones_like(mean[:1])))
-        self.totals += torch.where(bad, 0.0, counted)
-        first = torch.where(bad & (self.nonfinite[1] == 0), step, self.nonfinite[1])
-        self.nonfinite.copy_(torch.stack((self.nonfinite[0] + bad, first)))
+        self._rate.fill_(self._schedule.rate(step))
+        self._number.fill_(step)
+        self._mean.copy_(mean)
+        if self.captured:
+            self._update_graph.replay()
+        else:
+            self._update()
 
     def take_totals(self) -> tuple[float, float]:
         """Mean loss and acceptance length since the last call (NaN where no step was finite). Waits for the device."""

@@ -2,19 +2,22 @@
 
 from __future__ import annotations
 
+import functools
 import time
 from collections.abc import Callable
 from typing import NamedTuple
 
 import torch
 from torch import Tensor
+from torch._dynamo.exc import RecompileError
 
 from trainer.data.errors import DataError
 from trainer.data.prefetch import Prefetcher, Prepared
-from trainer.modeling.target import Target
+from trainer.modeling.target import Target, layer_forward
 from trainer.pipeline.channel import Channel
 from trainer.pipeline.crew import Crew, Worker
 from trainer.pipeline.plan import Plan
+from trainer.runtime import compile, graphs
 from trainer.runtime.devices import Device, Mark
 
 
@@ -76,16 +79,23 @@ class TargetWorker(Worker):
         self._plan = plan
         self._channel = channel
         self._load = load
+        self.compiled = False
+        self.captured = False
+        self._graphs: dict[int, tuple[tuple[Tensor, Tensor], graphs.Graph[Tensor]]] = {}
 
     def work(self) -> None:
         events, plan = self.crew.events, self._plan
         events.target_loading(index=self.index, device=str(self.device))
         began = time.monotonic()
         self.target = self._load(self.device.torch)
+        with compile.WARM_UP:
+            self._warm_up(self.target)
         self.device.mark().wait()
         events.target_ready(index=self.index, device=str(self.device), seconds=time.monotonic() - began)
         self.announce_ready()
         self.crew.wait_for_begin()
+        if self.compiled:
+            compile.refuse_recompiles()
         views = [Device(device) for device in plan.drafter_devices]
         previous = self.device.mark()
         indices = plan.batches_of(self.index)
@@ -105,12 +115,41 @@ class TargetWorker(Worker):
                 previous = delivery.mark
                 self._channel.put(k, delivery)
 
+    def _warm_up(self, target: Target) -> None:
+        """Compile and capture the shape of each bucket, where the target's layers can be run one by one."""
+        plan, device = self._plan, self.device.torch
+        lengths = sorted(plan.batches.buckets.lengths, reverse=True)
+        self.compiled = target.by_layer and compile.wanted(plan.config.runtime, device)
+        self.captured = graphs.wanted(plan.config.runtime, device) and target.by_layer
+        if self.compiled:
+            target.run_layer = compile.compiled(layer_forward, len(lengths))
+        if not (self.compiled or self.captured):
+            return
+        recorder = graphs.Recorder(self.device) if self.captured else None
+        for length in lengths:
+            self.crew.check()
+            ids = torch.zeros(plan.config.train.batch_size, length, dtype=torch.int64, device=device)
+            static = (ids, torch.full_like(ids[:, 0], length))
+            target.features(*static)
+            if recorder is not None:
+                self._graphs[length] = (static, recorder.capture(functools.partial(target.features, *static)))
+
+    def _features(self, ids: Tensor, lengths: Tensor) -> Tensor:
+        assert self.target is not None
+        if self.captured:
+            static, graph = self._graphs[ids.shape[1]]
+            graphs.fill(static, (ids, lengths))
+            return graph.replay().clone()  # the next replay writes there again
+        try:
+            return self.target.features(ids, lengths)
+        except RecompileError as error:
+            raise compile.named(error, f"a batch of {tuple(ids.shape)}") from error
+
     def _compute(self, prepared: Prepared, view: Device) -> Delivery:
         """Features of a batch, and everything else of it, on the drafter's device.
 
         The copies are issued here, in a stream of their own, so that they overlap with what the drafter computes.
         """
-        assert self.target is not None
         to = self.device.torch
         highest, rows = int(prepared.batch.input_ids.max()), self._plan.shape.vocab_size
         if highest >= rows:
@@ -120,7 +159,7 @@ class TargetWorker(Worker):
                 hint="prepare the data with this target's tokenizer",
             )
         ids = prepared.batch.input_ids.to(to, non_blocking=True)
-        features = self.target.features(ids, prepared.batch.lengths.to(to, non_blocking=True))
+        features = self._features(ids, prepared.batch.lengths.to(to, non_blocking=True))
         done = self.device.mark()
         plan = self._plan
         host = with_labels(prepared, plan.anchors(ids.shape[1]), plan.shape.block_size)

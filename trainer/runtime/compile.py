@@ -1,4 +1,4 @@
-"""Compilation of a drafter's step: serial, before training, and never during it."""
+"""Compilation of a worker's step: serial, before training, and never during it."""
 
 from __future__ import annotations
 
@@ -18,7 +18,7 @@ WARM_UP = threading.Lock()
 
 
 def wanted(runtime: RuntimeConfig, device: torch.device) -> bool:
-    """Whether a drafter's step is compiled on `device`."""
+    """Whether a worker's step is compiled on `device`."""
     return runtime.compile == "on" or (runtime.compile == "auto" and device.type == "cuda")
 
 

@@ -54,7 +54,7 @@ class Device:
     def __init__(self, device: torch.device) -> None:
         self.torch = device
         self.cuda = device.type == "cuda"
-        self._stream = torch.cuda.Stream(device) if self.cuda else None
+        self.stream = torch.cuda.Stream(device) if self.cuda else None
         self._peers: dict[torch.device, torch.cuda.Stream] = {}
 
     def __str__(self) -> str:
@@ -63,33 +63,33 @@ class Device:
     @contextlib.contextmanager
     def entered(self) -> Iterator[None]:
         """Make the device and its stream current in this thread, and the former ones afterwards."""
-        if self._stream is None:
+        if self.stream is None:
             yield
             return
-        with torch.cuda.device(self.torch), torch.cuda.stream(self._stream):
+        with torch.cuda.device(self.torch), torch.cuda.stream(self.stream):
             yield
 
     def mark(self) -> Mark:
         """A point in this worker's stream: everything issued so far."""
-        return Mark(self._stream)
+        return Mark(self.stream)
 
     def after(self, mark: Mark) -> None:
         """Let this worker's later work wait for `mark`, on the device; the thread goes on."""
-        if self._stream is not None and mark.event is not None:
-            self._stream.wait_event(mark.event)
+        if self.stream is not None and mark.event is not None:
+            self.stream.wait_event(mark.event)
 
     def fetch(self, source: Tensor, mark: Mark) -> Tensor:
         """`source` for use on this device, in this worker's stream, complete once `mark` has passed.
 
         On the same device the tensor itself; else a copy, made by the hardware without the host.
         """
-        if self._stream is None:
+        if self.stream is None:
             if source.device.type != "cpu":
                 mark.wait()
             return source.to(self.torch)
         if source.device == self.torch:
             self.after(mark)
-            source.record_stream(self._stream)  # its memory stays until this stream has passed its last use
+            source.record_stream(self.stream)  # its memory stays until this stream has passed its last use
             return source
         if source.device.type == "cpu":
             return source.to(self.torch, non_blocking=True)

@@ -11,7 +11,15 @@ from hypothesis import given, settings
 from hypothesis import strategies as st
 from torch import Tensor
 
-from trainer.modeling.losses import block_loss, default_gamma, expected_acceptance_length, slot_weights
+from trainer.modeling.losses import (
+    CHUNK_ELEMENTS,
+    block_loss,
+    chunk_size,
+    default_gamma,
+    expected_acceptance_length,
+    loss_slope,
+    slot_weights,
+)
 
 B, A, K, D, V = 2, 3, 5, 7, 11
 
@@ -147,3 +155,31 @@ def test_without_gradient_none_is_formed() -> None:
     hidden, head, labels, valid = batch()
     with torch.no_grad():
         assert not block_loss(hidden, head, labels, valid).loss.requires_grad
+
+
+@pytest.mark.parametrize("blocks", [1, 6, 64, 100, 512, 2048, 4096])
+@pytest.mark.parametrize("vocabulary", [64, 32_000, 151_936])
+def test_chunks_are_few_shapes_and_within_the_limit(blocks: int, vocabulary: int) -> None:
+    chunk = chunk_size(blocks, 15, vocabulary)
+    assert chunk >= 1
+    assert chunk * 15 * vocabulary <= CHUNK_ELEMENTS
+    most = CHUNK_ELEMENTS // (15 * vocabulary)
+    if most >= 64:
+        assert chunk % 64 == 0
+        most -= most % 64
+    assert -(-blocks // chunk) == -(-blocks // most), "no more chunks than needed"
+
+
+def test_a_compiled_slope_gives_the_same() -> None:
+    """With every shape that one batch's chunks have: three of two blocks here, or a last one that is shorter."""
+    hidden, head, labels, valid = batch()
+    slope = torch.compile(loss_slope, backend="aot_eager", dynamic=False, fullgraph=True)
+    for chunk in (2, 4):
+        plain_out = block_loss(hidden, head, labels, valid, "ce-dpace", chunk=chunk)
+        out = block_loss(hidden, head, labels, valid, "ce-dpace", chunk=chunk, slope=slope)
+        torch.testing.assert_close(out.loss, plain_out.loss)
+        assert torch.equal(out.hits, plain_out.hits)
+        (got,) = torch.autograd.grad(out.loss, hidden)
+        (wanted,) = torch.autograd.grad(plain_out.loss, hidden)
+        torch.testing.assert_close(got, wanted)
+    torch._dynamo.reset()

@@ -196,3 +196,32 @@ def test_stop_ids_come_from_both_configs(family: Callable[..., Any]) -> None:
     model = family()
     model.generation_config.eos_token_id = [5, 6]
     assert Target(model, (1,)).stop_ids() == {1, 5, 6}
+
+
+def test_plain_families_run_layer_by_layer_and_give_the_decoders_states(
+    family: Callable[..., Any], ids: torch.Tensor
+) -> None:
+    target = Target(family(), (0, 3))
+    assert target.by_layer
+    by_layer = target.features(ids)
+    target.by_layer = False
+    assert torch.equal(target.features(ids), by_layer)
+
+
+@pytest.mark.parametrize(
+    ("changes", "why"),
+    [
+        ({"attn_implementation": "eager"}, "eager attention without a mask is not causal"),
+        ({"rope_parameters": {"rope_type": "dynamic", "factor": 2.0, "rope_theta": 1e4}}, "depends on the length"),
+        ({"use_sliding_window": True, "sliding_window": 8, "max_window_layers": 0}, "needs a mask of its own"),
+    ],
+)  # fmt: skip
+def test_others_run_through_their_own_forward(changes: dict[str, Any], why: str, ids: torch.Tensor) -> None:
+    shape = {"hidden_size": 32, "intermediate_size": 64, "num_hidden_layers": 4, "num_attention_heads": 4}
+    shape |= {"num_key_value_heads": 2, "head_dim": 8, "vocab_size": 64, "pad_token_id": 0}
+    model = Qwen3ForCausalLM(Qwen3Config(**(shape | changes))).eval()
+    target = Target(model, (1,))
+    assert not target.by_layer, why
+    with torch.no_grad():
+        wanted = model(ids, output_hidden_states=True).hidden_states[2]
+    torch.testing.assert_close(target.features(ids), wanted)

@@ -16,14 +16,17 @@ VOCABULARY = 64
 MASK = 60
 
 
-def make_target(folder: Path) -> Path:
-    """A target of 4 layers and width 32 with random weights, in Hugging Face layout without a tokenizer."""
+def make_target(folder: Path, head_dim: int = 8) -> Path:
+    """A target of 4 layers and width 32 with random weights, in Hugging Face layout without a tokenizer.
+
+    On CUDA heads must be of 16 or more: flex attention's kernels have none smaller.
+    """
     from transformers import Qwen3Config, Qwen3ForCausalLM
 
     torch.manual_seed(0)
     config = Qwen3Config(
         vocab_size=VOCABULARY, hidden_size=32, intermediate_size=64, num_hidden_layers=4, num_attention_heads=4,
-        num_key_value_heads=2, head_dim=8, max_position_embeddings=512, tie_word_embeddings=True,
+        num_key_value_heads=2, head_dim=head_dim, max_position_embeddings=512, tie_word_embeddings=True,
         bos_token_id=1, eos_token_id=2, pad_token_id=0,
     )  # fmt: skip
     Qwen3ForCausalLM(config).save_pretrained(folder)

@@ -1,0 +1,159 @@
+"""CUDA graphs in threads: the way that fails, the way that is taken, and what a replay may be relied on for."""
+
+from __future__ import annotations
+
+import threading
+import warnings
+from collections.abc import Callable
+from typing import Any
+
+import pytest
+import torch
+from torch import Tensor, nn
+
+from trainer.config import ConfigError, RuntimeConfig
+from trainer.optim import FlatParameters, MasterAdamW
+from trainer.runtime import compile, graphs
+from trainer.runtime.devices import Device
+
+needs_cuda = pytest.mark.skipif(not torch.cuda.is_available(), reason="needs a CUDA device")
+
+
+def test_wanted_when_asked_for_on_cuda() -> None:
+    cpu, cuda = torch.device("cpu"), torch.device("cuda", 0)
+    assert graphs.wanted(RuntimeConfig(cuda_graphs="explicit"), cuda)
+    assert not graphs.wanted(RuntimeConfig(cuda_graphs="off"), cuda)
+    assert not graphs.wanted(RuntimeConfig(), cpu)
+    with pytest.raises(ConfigError, match='"explicit" needs CUDA devices, and a worker is on cpu'):
+        graphs.wanted(RuntimeConfig(cuda_graphs="explicit"), cpu)
+
+
+def test_fill_copies_into_the_same_memory() -> None:
+    static = (torch.zeros(2, 3), torch.zeros(2, dtype=torch.int64))
+    where = [t.data_ptr() for t in static]
+    graphs.fill(static, (torch.ones(2, 3), torch.tensor([4, 5])))
+    assert [t.data_ptr() for t in static] == where
+    assert static[0].sum() == 6
+    assert static[1].tolist() == [4, 5]
+    with pytest.raises(ValueError, match="zip"):
+        graphs.fill(static, (torch.ones(2, 3),))
+
+
+def _mlp(model: nn.Module, x: Tensor) -> Tensor:
+    return model(x).square().mean()
+
+
+def _model() -> nn.Module:
+    torch.manual_seed(0)
+    return nn.Sequential(nn.Linear(64, 128), nn.GELU(), nn.Linear(128, 64)).cuda()
+
+
+def _in_threads(count: int, work: Callable[[int], Any]) -> list[Any]:
+    """Run `work` in threads started at once; what each returned or raised."""
+    got: list[Any] = [None] * count
+
+    def run(index: int) -> None:
+        try:
+            got[index] = work(index)
+        except BaseException as error:
+            got[index] = error
+
+    threads = [threading.Thread(target=run, args=(i,), daemon=True) for i in range(count)]
+    for thread in threads:
+        thread.start()
+    for thread in threads:
+        thread.join(150)
+    assert not any(thread.is_alive() for thread in threads), "a thread hangs"
+    return got
+
+
+@pytest.mark.gpu
+@needs_cuda
+@pytest.mark.skipif(
+    torch.__version__ >= "2.13", reason="PyTorch 2.13 makes the state of graph trees in each thread"
+)
+def test_graph_trees_fail_in_a_thread() -> None:
+    """What is avoided: `mode="reduce-overhead"` outside the thread that imported torch's compiler."""
+
+    def work(index: int) -> float:
+        model = _model()
+        step = torch.compile(_mlp, mode="reduce-overhead", dynamic=False)
+        for _ in range(3):
+            loss = step(model, torch.ones(8, 64, device="cuda"))
+            loss.backward()
+        return loss.item()
+
+    (error,) = _in_threads(1, work)
+    assert isinstance(error, AssertionError)
+
+
+class _Trainer:
+    """A compiled model and its optimizer, stepped as drafter workers do: backward and update, captured or not."""
+
+    def __init__(self, device: Device, sizes: list[int], captured: bool) -> None:
+        self.model, self.captured = _model(), captured
+        self.flat = FlatParameters(self.model)
+        self.optimizer = MasterAdamW(self.flat)
+        self.rate = torch.full((), 1e-2, device="cuda")
+        self.function = compile.compiled(_mlp, len(sizes))
+        self.static = {n: torch.zeros(n, 64, device="cuda") for n in sizes}
+        recorder = graphs.Recorder(device)
+        self.graphs = {}
+        for n in sorted(sizes, reverse=True):
+            self.backward(self.static[n])
+            self.graphs[n] = recorder.capture(lambda n=n: self.backward(self.static[n]))  # type: ignore[misc]
+        self.optimizer.gradient.zero_()
+        with warnings.catch_warnings():
+            warnings.simplefilter("error")
+            self.optimizer.step(self.rate, torch.full((), torch.nan, device="cuda"))
+            self.optimizer.dropped.zero_()
+            self.update = recorder.capture(self.apply)
+        device.mark().wait()
+
+    def backward(self, x: Tensor) -> Tensor:
+        self.flat.gradients.zero_()
+        loss = self.function(self.model, x)
+        loss.backward()
+        return loss.detach()
+
+    def apply(self) -> None:
+        self.optimizer.gradient.copy_(self.flat.gradients)
+        self.optimizer.step(self.rate)
+
+    def step(self, x: Tensor) -> Tensor:
+        if not self.captured:
+            loss = self.backward(x)
+            self.apply()
+            return loss
+        graphs.fill((self.static[len(x)],), (x,))
+        loss = self.graphs[len(x)].replay().clone()
+        self.update.replay()
+        return loss
+
+
+@pytest.mark.gpu
+@needs_cuda
+def test_threads_capture_and_replay_while_others_do() -> None:
+    """Three threads on one GPU, three shapes each; 300 steps; every loss equals the uncaptured one, bit for bit.
+
+    Capture must leave weights as they are, and a replay must read the batch and the rate of the moment.
+    """
+    sizes = [8, 24, 56]
+    inputs = [torch.randn(sizes[(n * 7) % 3], 64, device="cuda") for n in range(300)]
+
+    def run(captured: bool) -> list[float]:
+        device = Device(torch.device("cuda", 0))
+        with device.entered():
+            with compile.WARM_UP:
+                trainer = _Trainer(device, sizes, captured)
+            losses = []
+            for n, x in enumerate(inputs):
+                trainer.rate.fill_(1e-2 / (1 + n))
+                losses.append(trainer.step(x))
+            return [loss.item() for loss in losses]
+
+    torch.cuda.synchronize()
+    (wanted,) = _in_threads(1, lambda index: run(captured=False))
+    assert not isinstance(wanted, BaseException), wanted
+    assert wanted[-1] < wanted[0]
+    assert _in_threads(3, lambda index: run(captured=True)) == [wanted] * 3

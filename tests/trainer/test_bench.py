@@ -1,0 +1,91 @@
+"""The bench: its formula against PyTorch's own counting and published figures, and that it runs."""
+
+from __future__ import annotations
+
+import json
+from pathlib import Path
+
+import pytest
+import torch
+from torch.utils.flop_counter import FlopCounterMode
+from transformers import Qwen3Config
+
+from trainer import bench
+from trainer.__main__ import main
+from trainer.config import DrafterSection
+from trainer.modeling.layout import DrafterConfig
+from trainer.runtime.devices import Device
+
+SMALL = bench.Workload("tiny", batch=2, sequence=64, anchors=6, block=4, layers=2)
+
+
+@pytest.mark.parametrize(
+    ("shape", "target", "forward", "backward", "head"),
+    [("0.6B", 3.5, 1.91, 4.04, 2.39), ("4B", 23.7, 9.67, 19.66, 5.97), ("8B", 42.9, 17.62, 35.25, 9.56)],
+)
+def test_the_floors_of_qwen3(shape: str, target: float, forward: float, backward: float, head: float) -> None:
+    """Counted by hand for 3072 tokens, 512 blocks of 16, five layers, in TFLOP."""
+    section = DrafterSection(layers=5, block_size=16, feature_layers=5, mask_token_id=151_935)
+    config = DrafterConfig.for_target(Qwen3Config(**bench.SHAPES[shape]), section)
+    flops = bench.useful_flops(config, 3072, 512)
+    counted = [v / 1e12 for v in (flops.target, flops.forward, flops.backward, flops.head)]
+    assert counted == pytest.approx([target, forward, backward, head], rel=0.015)
+
+
+def test_the_formula_counts_what_pytorch_counts() -> None:
+    """On the dense path every block meets all S context tokens; the counter passes over SDPA on the CPU."""
+    made = bench.Bench(SMALL, Device(torch.device("cpu")))
+    phases = dict(made.step("eager"))
+    counted = {}
+    for name, run in phases.items():
+        with FlopCounterMode(display=False) as counter:
+            run()
+        counted[name] = counter.get_total_flops() / SMALL.batch
+    flops = bench.useful_flops(made.shape, SMALL.sequence, SMALL.anchors, visible=SMALL.sequence, causal=0.0)
+    assert counted["target"] == flops.target
+    assert counted["draft"] == flops.forward
+    assert counted["loss"] == 2 * flops.head
+    attended = made.shape.num_hidden_layers * 4 * SMALL.anchors * SMALL.block
+    attended *= (SMALL.sequence + SMALL.block) * made.shape.num_attention_heads * made.shape.head_dim
+    assert counted["backward"] == flops.backward - 0.5 * attended  # flash attention computes the scores again
+
+
+def test_variants_take_the_same_step() -> None:
+    made = bench.Bench(SMALL, Device(torch.device("cpu")))
+    losses = {}
+    for variant in ("plain", "eager"):
+        phases = made.step(variant)
+        losses[variant] = []
+        for _ in range(3):
+            for _, run in phases:
+                run()
+            losses[variant].append(made.loss.item())
+    assert losses["plain"] == pytest.approx(losses["eager"], rel=1e-3)
+    assert losses["plain"][2] < losses["plain"][0]
+
+
+def test_bench_prints_a_line_a_variant_and_writes_json(
+    tmp_path: Path, capsys: pytest.CaptureFixture[str]
+) -> None:
+    out = tmp_path / "b.json"
+    size = ["--sequence", "64", "--anchors", "6", "--block", "4", "--layers", "1", "--steps", "2"]
+    assert main(["bench", *size, "--json", str(out), "--profile"]) == 0
+    report = json.loads(out.read_text())
+    assert [r["variant"] for r in report["results"]] == ["plain", "eager"]
+    for result in report["results"]:
+        assert set(result["phases_ms"]) == {"target", "draft", "loss", "backward", "optimizer"}
+        assert result["samples_per_s"] > 0
+        assert 0 < result["share_of_limit"] < 1
+        assert result["kernels"]
+    lines = capsys.readouterr().out.splitlines()
+    assert [line.split()[0] for line in lines[2:]] == ["plain", "eager"]
+
+
+def test_what_is_not_there_is_refused(capsys: pytest.CaptureFixture[str]) -> None:
+    assert main(["bench", "--variants", "fast"]) == 1
+    assert main(["bench", "--variants", "graphs", "--device", "cpu"]) == 1
+    assert main(["bench", "--device", "cuda:99"]) == 1
+    errors = capsys.readouterr().err.splitlines()
+    assert errors[0].startswith("error: no variant `fast`")
+    assert "needs CUDA devices" in errors[1]
+    assert "`cuda:99` is not there" in errors[2]

@@ -1,0 +1,96 @@
+"""Whole runs whose workers capture their steps: with a stand-in for graphs on the CPU, and with real ones on CUDA."""
+
+from __future__ import annotations
+
+from collections.abc import Callable
+from pathlib import Path
+from typing import Any
+
+import pytest
+import torch
+
+from tests.trainer.pipeline.runs import arguments, events, make_dataset, make_target, write_config
+from trainer import checkpoint, train
+from trainer.pipeline.training import Training
+from trainer.runtime import graphs
+
+
+class _Again:
+    """A graph's stand-in: replaying calls the function again, which reads the same static tensors."""
+
+    def __init__(self, function: Callable[[], Any]) -> None:
+        self.replay = function
+
+
+class _Recorder:
+    def __init__(self, device: object) -> None:
+        pass
+
+    def capture(self, function: Callable[[], Any]) -> _Again:
+        return _Again(function)
+
+
+def _run(folder: Path, name: str, parts: tuple[Path, Path], **sections: dict[str, Any]) -> list[float]:
+    config = write_config(folder / f"{name}.toml", *parts, **sections)
+    assert train.run(arguments(config, folder / name)) == 0
+    return [e["loss"] for e in events(folder / name, "step")]
+
+
+@pytest.mark.parametrize("loss", ["ce-decay", "ce-dpace"])
+def test_static_tensors_change_nothing(tmp_path: Path, monkeypatch: pytest.MonkeyPatch, loss: str) -> None:
+    """What is put into a graph's tensors, and what is read of them, is all that a step consists of."""
+    parts = make_target(tmp_path / "target"), make_dataset(tmp_path / "data")
+    devices = {"targets": ["cpu"] * 2, "drafters": ["cpu"] * 2, "cpu_threads": 1}
+    sections: dict[str, Any] = {"devices": devices, "train": {"steps": 12, "loss": loss}}
+    wanted = _run(tmp_path, "off", parts, **sections)
+    monkeypatch.setattr(graphs, "wanted", lambda runtime, device: runtime.cuda_graphs == "explicit")
+    monkeypatch.setattr(graphs, "Recorder", _Recorder)
+    assert _run(tmp_path, "explicit", parts, runtime={"cuda_graphs": "explicit"}, **sections) == wanted
+    masters = [
+        checkpoint.read(tmp_path / name / "checkpoints/step-00000012").masters()
+        for name in ("off", "explicit")
+    ]
+    for name, tensor in masters[0].items():
+        assert torch.equal(tensor, masters[1][name]), name
+
+
+def test_explicit_graphs_on_the_cpu_are_refused(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
+    parts = make_target(tmp_path / "target"), make_dataset(tmp_path / "data")
+    config = write_config(tmp_path / "c.toml", *parts, runtime={"cuda_graphs": "explicit"})
+    assert train.run(arguments(config, tmp_path / "run")) == 1
+    assert "needs CUDA devices" in capsys.readouterr().out
+
+
+@pytest.mark.gpu
+@pytest.mark.slow
+@pytest.mark.skipif(not torch.cuda.is_available(), reason="needs a CUDA device")
+@pytest.mark.timeout(300)
+def test_two_targets_and_two_drafters_on_one_gpu(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    """250 steps, uncaptured and captured: no deadlock, no recompilation, replicas equal, equal losses, and it learns."""
+    kept: list[Training] = []
+
+    class Kept(Training):
+        def __post_init__(self) -> None:
+            super().__post_init__()
+            kept.append(self)
+
+    monkeypatch.setattr(train, "Training", Kept)
+    parts = make_target(tmp_path / "target", head_dim=16), make_dataset(tmp_path / "data")
+    devices = {"targets": ["cuda:0"] * 2, "drafters": ["cuda:0"] * 2}
+    losses = {}
+    for how in ("off", "explicit"):
+        losses[how] = _run(
+            tmp_path, how, parts, devices=devices, runtime={"cuda_graphs": how}, train={"steps": 250}
+        )
+        first, second = (worker.optimizer.masters for worker in kept[-1].drafters)
+        assert torch.equal(first, second), how
+        for worker in [*kept[-1].targets, *kept[-1].drafters]:
+            assert worker.compiled
+            assert worker.captured == (how == "explicit")
+        ready = events(tmp_path / how, "drafter_ready")
+        last = events(tmp_path / how, "step")[-1]
+        print(f"{how}: warm-up {[e['seconds'] for e in ready]} s, {last['step_s'] * 1000:.2f} ms a step")
+    difference = max(abs(a - b) for a, b in zip(losses["off"], losses["explicit"], strict=True))
+    print(f"losses {losses['off'][0]:.4f} -> {losses['off'][-1]:.4f}, largest difference {difference:.3g}")
+    assert sum(losses["off"][-20:]) < sum(losses["off"][:20])
+    assert losses["explicit"] == pytest.approx(losses["off"], rel=1e-2)

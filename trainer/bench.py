@@ -1,0 +1,510 @@
+"""python -m trainer bench: how fast a whole training step is on this machine, beside its floor and a plain twin.
+
+Random weights and data, one device, one step after another: target forward, drafter forward, loss, backward, update. The
+plain twin (`plain`) does what a straightforward trainer does: the target with its head, a dense mask, all logits at once,
+autograd, PyTorch's default optimizer. The others are this trainer's own parts: `eager`, `compiled`, and `graphs` (compiled,
+then captured as CUDA graphs, as `runtime.cuda_graphs = "explicit"` does).
+"""
+
+from __future__ import annotations
+
+import argparse
+import gc
+import itertools
+import json
+import platform
+import statistics
+import sys
+import time
+from collections.abc import Callable
+from dataclasses import asdict, dataclass
+from pathlib import Path
+from typing import Any
+
+import torch
+import torch.nn.functional as F
+from torch import Tensor
+
+from trainer.config import DrafterSection, RuntimeConfig
+from trainer.modeling import attention
+from trainer.modeling.drafter import Drafter
+from trainer.modeling.layout import DrafterConfig
+from trainer.modeling.losses import block_loss, default_gamma, loss_slope
+from trainer.modeling.target import Target, layer_forward
+from trainer.optim import FlatParameters, MasterAdamW
+from trainer.pipeline.drafters import draft
+from trainer.pipeline.targets import DrafterBatch
+from trainer.runtime import compile, devices, graphs
+from trainer.runtime.devices import Device
+
+RATE = 6e-4
+
+SHAPES: dict[str, dict[str, Any]] = {
+    "tiny": {
+        "hidden_size": 64, "intermediate_size": 128, "num_hidden_layers": 8, "num_attention_heads": 4,
+        "num_key_value_heads": 2, "head_dim": 16, "vocab_size": 256, "tie_word_embeddings": True,
+    },
+    "0.6B": {
+        "hidden_size": 1024, "intermediate_size": 3072, "num_hidden_layers": 28, "num_attention_heads": 16,
+        "num_key_value_heads": 8, "head_dim": 128, "vocab_size": 151_936, "tie_word_embeddings": True,
+    },
+    "4B": {
+        "hidden_size": 2560, "intermediate_size": 9728, "num_hidden_layers": 36, "num_attention_heads": 32,
+        "num_key_value_heads": 8, "head_dim": 128, "vocab_size": 151_936, "tie_word_embeddings": True,
+    },
+    "8B": {
+        "hidden_size": 4096, "intermediate_size": 12288, "num_hidden_layers": 36, "num_attention_heads": 32,
+        "num_key_value_heads": 8, "head_dim": 128, "vocab_size": 151_936, "tie_word_embeddings": False,
+    },
+}  # fmt: skip
+"""Qwen3's shapes by name."""
+
+VARIANTS = ("plain", "eager", "compiled", "graphs")
+
+
+@dataclass(frozen=True)
+class Workload:
+    """What is trained: a shape's name, rows a step, tokens a row, blocks a row, tokens a block, drafter layers."""
+
+    shape: str
+    batch: int
+    sequence: int
+    anchors: int
+    block: int
+    layers: int
+
+
+@dataclass(frozen=True)
+class Flops:
+    """Useful floating-point operations of one row, by part."""
+
+    target: float
+    forward: float
+    backward: float
+    head: float
+
+    @property
+    def total(self) -> float:
+        """Of a step, per row: the head's product once forward, once for the gradient of the hidden states."""
+        return self.target + self.forward + self.backward + 2 * self.head
+
+
+def useful_flops(
+    config: DrafterConfig, sequence: int, anchors: int, visible: float | None = None, causal: float = 0.5
+) -> Flops:
+    """Operations that a step can't do without: the target up to its last layer read, attention at the mask's real
+    sparsity, no gradient into the features, none for the head's weight, nothing computed twice.
+
+    Args:
+        config: the drafter's shape, which has the target's in it.
+        sequence: S.
+        anchors: A.
+        visible: context tokens that a block sees on average; None: S / 2, anchors being uniform.
+        causal: share of the square that the target's attention computes.
+    """
+    d, width = config.hidden_size, config.num_attention_heads * config.head_dim
+    narrow = config.num_key_value_heads * config.head_dim
+    slots, read = anchors * config.block_size, len(config.target_layer_ids)
+    visible = sequence / 2 if visible is None else visible
+    weights = 2 * d * width + 2 * d * narrow + 3 * d * config.intermediate_size
+    target = (max(config.target_layer_ids) + 1) * (
+        2 * sequence * weights + 4 * causal * sequence * sequence * width
+    )
+    linear = config.num_hidden_layers * (2 * slots * weights + 2 * sequence * 2 * d * narrow)
+    attended = config.num_hidden_layers * 4 * slots * (visible + config.block_size) * width
+    fuse = 2 * sequence * read * d * d
+    return Flops(
+        target=target,
+        forward=linear + attended + fuse,
+        backward=2 * linear + 2.5 * attended + fuse,
+        head=2 * anchors * (config.block_size - 1) * d * config.vocab_size,
+    )
+
+
+class Clock:
+    """Points in time of a device's work: events on CUDA, the host's clock elsewhere."""
+
+    def __init__(self, device: torch.device) -> None:
+        self._cuda = device.type == "cuda"
+
+    def now(self) -> Any:
+        if not self._cuda:
+            return time.perf_counter()
+        event = torch.cuda.Event(enable_timing=True)
+        event.record()
+        return event
+
+    def milliseconds(self, begin: Any, end: Any) -> float:
+        return begin.elapsed_time(end) if self._cuda else (end - begin) * 1000
+
+    def wait(self) -> None:
+        if self._cuda:
+            torch.cuda.synchronize()
+
+
+Phases = list[tuple[str, Callable[[], object]]]
+
+
+class Bench:
+    """A target, a batch and the ways to take one step with them. `step(variant)` makes the phases of one."""
+
+    def __init__(self, work: Workload, device: Device) -> None:
+        from transformers import AutoModelForCausalLM, Qwen3Config
+
+        self.work = work
+        self.device = device
+        self.dtype = torch.bfloat16 if device.cuda else torch.float32
+        config = Qwen3Config(**SHAPES[work.shape], max_position_embeddings=40_960)
+        torch.manual_seed(0)
+        with torch.device(device.torch):
+            self.model: Any = AutoModelForCausalLM.from_config(
+                config, dtype=self.dtype, attn_implementation="sdpa"
+            )
+        section = DrafterSection(
+            layers=work.layers, block_size=work.block, feature_layers=5, mask_token_id=config.vocab_size - 1
+        )
+        self.shape = DrafterConfig.for_target(config, section)
+        self.target = Target(self.model, self.shape.target_layer_ids)
+        self.ids = torch.randint(config.vocab_size - 1, (work.batch, work.sequence), device=device.torch)
+        self.batch = self._batch()
+        self.loss = torch.zeros((), device=device.torch)
+        self.first_loss: Tensor | None = None
+
+    def _batch(self) -> DrafterBatch:
+        """Anchors drawn uniformly, sorted; every slot that lies in the row has a label."""
+        work, device = self.work, self.device.torch
+        keys = torch.rand(work.batch, work.sequence - 1, device=device)
+        anchors = keys.argsort(-1)[:, : work.anchors].sort(-1).values
+        slots = anchors[..., None] + torch.arange(1, work.block, device=device)
+        inside = slots < work.sequence
+        labels = self.ids.gather(1, slots.clamp(max=work.sequence - 1).flatten(1)).view_as(slots)
+        width = len(self.shape.target_layer_ids) * self.shape.hidden_size
+        return DrafterBatch(
+            features=torch.zeros(work.batch, work.sequence, width, dtype=self.dtype, device=device),
+            tokens=self.ids.gather(1, anchors),
+            anchors=anchors,
+            valid=torch.ones_like(anchors, dtype=torch.bool),
+            lengths=torch.full((work.batch,), work.sequence, device=device),
+            labels=labels,
+            labels_valid=inside,
+        )
+
+    def drafter(self) -> Drafter:
+        """With the same weights every time, drawn on the device."""
+        with torch.device("meta"):
+            drafter = Drafter(self.shape)
+        drafter = drafter.to_empty(device=self.device.torch).to(self.dtype)
+        torch.manual_seed(1)
+        with torch.no_grad():
+            for parameter in drafter.parameters():
+                parameter.normal_(std=0.02) if parameter.dim() > 1 else parameter.fill_(1)
+        return drafter
+
+    def step(self, variant: str) -> Phases:
+        """The phases of a step, by name, in order; compiled and captured when this returns."""
+        self.first_loss = None
+        return self._plain() if variant == "plain" else self._own(variant)
+
+    def _own(self, variant: str) -> Phases:
+        drafter, flat, optimizer = self._trained()
+        forward, slope = draft, loss_slope
+        self.target.run_layer = layer_forward
+        if variant != "eager":
+            forward, slope = compile.compiled(draft, 1), compile.compiled(loss_slope, 2)
+            self.target.run_layer = compile.compiled(layer_forward, 1)
+        rate = torch.full((), RATE, device=self.device.torch)
+        state: dict[str, Any] = {}
+
+        def target() -> None:
+            state["features"] = self.target.features(self.ids, self.batch.lengths)
+
+        def draft_forward() -> None:
+            flat.gradients.zero_()
+            state["hidden"] = forward(
+                drafter, self.target.embedding, self.batch._replace(features=state["features"])
+            )
+
+        def loss() -> None:
+            state["loss"] = block_loss(
+                state["hidden"], self.target.head, self.batch.labels, self.batch.labels_valid, slope=slope
+            )
+            self.loss = state["loss"].loss.detach()
+
+        def backward() -> None:
+            (state.pop("loss").loss).backward()
+            del state["hidden"]
+
+        def update() -> None:
+            optimizer.gradient.copy_(flat.gradients)
+            optimizer.step(rate, self.loss)
+
+        phases: Phases = [
+            ("target", target), ("draft", draft_forward), ("loss", loss), ("backward", backward), ("optimizer", update),
+        ]  # fmt: skip
+        return self._captured(phases) if variant == "graphs" else phases
+
+    def _trained(self) -> tuple[Drafter, FlatParameters, MasterAdamW]:
+        drafter = self.drafter()
+        flat = FlatParameters(drafter)
+        return drafter, flat, MasterAdamW(flat)
+
+    def _captured(self, phases: Phases) -> Phases:
+        """Three graphs, as the workers have them: target; drafter forward, loss and backward; update."""
+        run = dict(phases)
+
+        def learn() -> None:
+            for name in ("draft", "loss", "backward"):
+                run[name]()
+
+        for _ in range(2):
+            for name in ("target", "draft", "loss", "backward", "optimizer"):
+                run[name]()
+            if self.first_loss is None:
+                self.first_loss = self.loss.clone()
+        recorder = graphs.Recorder(self.device)
+        with compile.WARM_UP:
+            return [
+                (name, recorder.capture(function).replay)
+                for name, function in (
+                    ("target", run["target"]),
+                    ("draft+loss+backward", learn),
+                    ("optimizer", run["optimizer"]),
+                )
+            ]
+
+    def _plain(self) -> Phases:
+        drafter = self.drafter()
+        optimizer = torch.optim.AdamW(drafter.parameters(), lr=RATE, betas=(0.9, 0.95), weight_decay=0.0)
+        state: dict[str, Any] = {}
+        batch, work = self.batch, self.work
+        self.target.run_layer = layer_forward
+
+        @torch.no_grad()
+        def target() -> None:
+            out = self.model(self.ids, output_hidden_states=True, use_cache=False)
+            state["features"] = torch.cat([out.hidden_states[i + 1] for i in self.shape.target_layer_ids], -1)
+
+        def draft_forward() -> None:
+            with _dense_attention():
+                state["hidden"] = draft(
+                    drafter, self.target.embedding, batch._replace(features=state["features"])
+                )
+
+        def loss() -> None:
+            logits = state.pop("hidden")[:, :, 1:] @ self.target.head.T
+            ce = F.cross_entropy(logits.flatten(0, 2).float(), batch.labels.flatten(), reduction="none")
+            slots = torch.arange(work.block - 1, device=ce.device)
+            weights = torch.exp(-slots / default_gamma(work.block)) * batch.labels_valid
+            state["loss"] = (ce.view_as(weights) * weights).sum() / weights.sum()
+            self.loss = state["loss"].detach()
+
+        def backward() -> None:
+            state.pop("loss").backward()
+
+        def update() -> None:
+            torch.nn.utils.clip_grad_norm_(drafter.parameters(), 1.0)
+            optimizer.step()
+            optimizer.zero_grad()
+
+        return [
+            ("target", target), ("draft", draft_forward), ("loss", loss), ("backward", backward), ("optimizer", update),
+        ]  # fmt: skip
+
+
+class _dense_attention:
+    """While active, the drafter's attention is the dense one on CUDA too."""
+
+    def __enter__(self) -> None:
+        self._mask = attention.anchor_mask
+        attention.anchor_mask = lambda anchors, valid, block, length, lengths=None: attention.dense_mask(  # type: ignore[assignment]
+            anchors, valid, length, lengths
+        )
+
+    def __exit__(self, *error: object) -> None:
+        attention.anchor_mask = self._mask
+
+
+def measure(bench: Bench, variant: str, steps: int, seconds: float, profile: bool) -> dict[str, Any]:
+    """Time `steps` steps of a variant, but no longer than `seconds` after the warm-up: medians, ms."""
+    clock, cuda = Clock(bench.device.torch), bench.device.cuda
+    gc.collect()
+    if cuda:
+        torch.cuda.empty_cache()
+        torch.cuda.reset_peak_memory_stats()
+    began = time.perf_counter()
+    phases = bench.step(variant)
+    for _ in range(3):
+        for _, run in phases:
+            run()
+        if bench.first_loss is None:
+            bench.first_loss = bench.loss.clone()
+    clock.wait()
+    warm_up = time.perf_counter() - began
+    host, marks = [], []
+    began = time.perf_counter()
+    for _ in range(steps):
+        issued = time.perf_counter()
+        points = [clock.now()]
+        for _, run in phases:
+            run()
+            points.append(clock.now())
+        host.append((time.perf_counter() - issued) * 1000)
+        marks.append(points)
+        if cuda and len(marks) >= 3:  # as the workers do: at most two steps queued
+            marks[-3][-1].synchronize()
+        if time.perf_counter() - began > seconds:
+            break
+    clock.wait()
+    # from one step's end to the next one's: what the host leaves unfilled between steps counts
+    whole = [clock.milliseconds(a[-1], b[-1]) for a, b in itertools.pairwise(marks)]
+    step_ms = statistics.median(whole or [clock.milliseconds(marks[0][0], marks[0][-1])])
+    result: dict[str, Any] = {
+        "variant": variant,
+        "step_ms": round(step_ms, 2),
+        "phases_ms": {
+            name: round(statistics.median(clock.milliseconds(p[i], p[i + 1]) for p in marks), 2)
+            for i, (name, _) in enumerate(phases)
+        },
+        "host_ms": round(statistics.median(host), 2),
+        "samples_per_s": round(bench.work.batch * 1000 / step_ms, 3),
+        "steps": len(marks),
+        "spread_ms": [round(min(whole), 2), round(max(whole), 2)] if whole else [],
+        "first_loss": bench.first_loss.item() if bench.first_loss is not None else None,
+        "warm_up_s": round(warm_up, 1),
+    }
+    if cuda:
+        result["peak_gib"] = round(torch.cuda.max_memory_allocated() / 2**30, 1)
+        result["reserved_gib"] = round(torch.cuda.max_memory_reserved() / 2**30, 1)
+    if profile:
+        result["kernels"] = _kernels(phases, cuda)
+    return result
+
+
+def _kernels(phases: Phases, cuda: bool) -> list[tuple[str, float, int]]:
+    """The 40 kernels (operations, on the CPU) that take longest in one step: name, ms, calls."""
+    from torch.profiler import ProfilerActivity
+
+    activities = [ProfilerActivity.CUDA] if cuda else [ProfilerActivity.CPU]
+    with torch.profiler.profile(activities=activities) as profiler:
+        for _, run in phases:
+            run()
+        if cuda:
+            torch.cuda.synchronize()
+    attribute = "self_device_time_total" if cuda else "self_cpu_time_total"
+    rows = [(e.key[:120], round(getattr(e, attribute) / 1000, 3), e.count) for e in profiler.key_averages()]
+    return sorted(rows, key=lambda row: -row[1])[:40]
+
+
+def matmul_limit(device: torch.device) -> float:
+    """TFLOP/s of a large square matrix product on random data (bfloat16; on the CPU a small float32 one)."""
+    size, dtype = (8192, torch.bfloat16) if device.type == "cuda" else (512, torch.float32)
+    a, b = (torch.randn(size, size, dtype=dtype, device=device) for _ in range(2))
+    clock = Clock(device)
+    times = []
+    for n in range(13):
+        begin = clock.now()
+        a @ b
+        end = clock.now()
+        clock.wait()
+        if n >= 3:
+            times.append(clock.milliseconds(begin, end))
+    return 2 * size**3 / statistics.median(times) / 1e9
+
+
+def mask_ms(bench: Bench) -> float:
+    """Median milliseconds that the mask of one batch takes by itself; it is made once a step, within `draft`."""
+    clock, batch, times = Clock(bench.device.torch), bench.batch, []
+    for n in range(8):
+        begin = clock.now()
+        attention.anchor_mask(
+            batch.anchors, batch.valid, bench.work.block, bench.work.sequence, batch.lengths
+        )
+        end = clock.now()
+        clock.wait()
+        if n >= 2:
+            times.append(clock.milliseconds(begin, end))
+    return statistics.median(times)
+
+
+def add_arguments(parser: argparse.ArgumentParser) -> None:
+    parser.add_argument("--shape", default="tiny", choices=SHAPES, help="Qwen3's shape of that size")
+    parser.add_argument("--batch", type=int, default=1, metavar="N", help="rows a step")
+    parser.add_argument("--sequence", type=int, default=3072, metavar="N", help="tokens a row")
+    parser.add_argument("--anchors", type=int, default=512, metavar="N", help="blocks a row")
+    parser.add_argument("--block", type=int, default=16, metavar="N", help="tokens a block")
+    parser.add_argument("--layers", type=int, default=5, metavar="N", help="layers of the drafter")
+    parser.add_argument(
+        "--variants", default="", metavar="A,B", help=f"of {', '.join(VARIANTS)}; all by default"
+    )
+    parser.add_argument("--device", default="", metavar="NAME", help="cuda:0 where there is one, else cpu")
+    parser.add_argument("--steps", type=int, default=20, metavar="N", help="steps timed")
+    parser.add_argument("--seconds", type=float, default=20.0, metavar="S", help="at most so long a variant")
+    parser.add_argument("--profile", action="store_true", help="list the kernels of one step as well")
+    parser.add_argument("--json", type=Path, metavar="FILE", help="write everything there, as it comes")
+
+
+def run(args: argparse.Namespace) -> int:
+    """Measure, print a table. Returns 0; raises ConfigError for a device or a variant that is not there."""
+    torch_device = devices.check(args.device or ("cuda:0" if torch.cuda.is_available() else "cpu"))
+    device = Device(torch_device)
+    variants = args.variants.split(",") if args.variants else list(VARIANTS)
+    if not device.cuda:
+        variants = [v for v in variants if v in ("plain", "eager")] if not args.variants else variants
+    for variant in variants:
+        if variant not in VARIANTS:
+            print(f"error: no variant `{variant}`; there are {', '.join(VARIANTS)}", file=sys.stderr)
+            return 1
+        if variant == "graphs":
+            graphs.wanted(RuntimeConfig(cuda_graphs="explicit"), torch_device)
+    work = Workload(args.shape, args.batch, args.sequence, args.anchors, args.block, args.layers)
+    with device.entered():
+        report = _report(work, device)
+        bench = Bench(work, device)
+        flops = useful_flops(bench.shape, work.sequence, work.anchors)
+        report["tflop_per_row"] = {**{k: round(v / 1e12, 4) for k, v in asdict(flops).items()},
+                                   "total": round(flops.total / 1e12, 4)}  # fmt: skip
+        report["mask_ms"] = round(mask_ms(bench), 3)
+        for variant in variants:
+            try:
+                result = measure(bench, variant, args.steps, args.seconds, args.profile)
+                rate = result["samples_per_s"] * flops.total / 1e12
+                result["useful_tflops"] = round(rate, 2)
+                result["share_of_limit"] = round(rate / report["matmul_tflops"], 4)
+            except torch.cuda.OutOfMemoryError as error:
+                result = {"variant": variant, "error": str(error).splitlines()[0]}
+            report["results"].append(result)
+            if args.json:
+                args.json.write_text(json.dumps(report, indent=1) + "\n", "utf-8")
+            print(_line(result), flush=True)
+    return 0
+
+
+def _report(work: Workload, device: Device) -> dict[str, Any]:
+    import transformers
+
+    report: dict[str, Any] = {
+        "workload": asdict(work),
+        "device": torch.cuda.get_device_name(device.torch) if device.cuda else platform.processor() or "cpu",
+        "torch": torch.__version__,
+        "transformers": transformers.__version__,
+        "matmul_tflops": round(matmul_limit(device.torch), 3),
+        "results": [],
+    }
+    print(
+        f"{report['device']}, torch {report['torch']}: matrix products at {report['matmul_tflops']} TFLOP/s"
+    )
+    print(
+        f"Qwen3-{work.shape} target, {work.batch} x {work.sequence} tokens, {work.anchors} blocks of {work.block}"
+    )
+    return report
+
+
+def _line(result: dict[str, Any]) -> str:
+    if "error" in result:
+        return f"{result['variant']:<9} {result['error']}"
+    phases = "  ".join(f"{name} {ms}" for name, ms in result["phases_ms"].items())
+    memory = f"  {result['peak_gib']} GiB" if "peak_gib" in result else ""
+    return (
+        f"{result['variant']:<9} {result['step_ms']} ms a step  {result['samples_per_s']} samples/s  "
+        f"{100 * result['share_of_limit']:.1f} % of the limit{memory}  host {result['host_ms']} ms  ({phases})"
+    )
