@@ -338,7 +338,15 @@ class Session:
                     f"{self.python} on {self.transport.label} can't be used: {line[8:]}",
                     hint="set `python` of this host in hosts.toml to a newer interpreter, or choose another host",
                 )
-        return self.transport.explain(result)
+        error = self.transport.explain(result)
+        if type(error) is DflashError and result.exit_code is not None:  # it was run, and is no Python
+            return PreflightError(
+                f"{self.python} on {self.transport.label} did not run dflashctl's agent: it ended with exit code "
+                f"{result.exit_code}",
+                where=error.where,
+                hint="set `python` of this host in hosts.toml to a Python 3.9+; if it is one, log in there and run it",
+            )
+        return error
 
     def _lost(self, why: str) -> DflashError:
         """The agent is gone. A traceback of its own is a fault of ours and said as such; all else is a lost connection."""

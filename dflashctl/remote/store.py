@@ -85,10 +85,11 @@ def make_folder(path):
 def denied(error, path):
     """The refusal for an OSError on a path of the workspace."""
     if error.errno in (errno.ENOSPC, errno.EDQUOT):
-        free = shutil.disk_usage(existing(path)).free
-        return Refusal(
-            "disk_full", f"no space left on the disk of {path} ({free:,} bytes free)", "free some space there"
-        )
+        there = existing(path)
+        left = f"{shutil.disk_usage(there).free:,} bytes free"
+        if os.statvfs(there).f_files and not os.statvfs(there).f_favail:
+            left = "no more files can be made: all inodes are in use"
+        return Refusal("disk_full", f"no space left on the disk of {path} ({left})", "free some space there")
     return Refusal(
         "not_writable",
         f"can't write {path}: {error.strerror}",

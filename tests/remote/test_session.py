@@ -107,6 +107,20 @@ def test_python_2_is_told_as_too_old(runner: Runner, tmp_path: Path) -> None:
         runner.session(python=python).open()
 
 
+@pytest.mark.parametrize(("said", "code"), [("", 0), ("echo 'this account is closed' >&2; ", 1)])
+def test_what_is_no_python_is_named_with_what_it_said(
+    runner: Runner, tmp_path: Path, said: str, code: int
+) -> None:
+    python = stand_in_python(tmp_path, f"{said}exit {code}\n")
+    with pytest.raises(
+        PreflightError, match=rf"did not run dflashctl's agent: .* exit code {code}"
+    ) as caught:
+        runner.session(python=python).open()
+    assert caught.value.message.startswith(python)
+    assert caught.value.where == ("this account is closed" if said else "")
+    assert "hosts.toml" in caught.value.hint
+
+
 def test_the_program_fits_python_3_9() -> None:
     """No syntax newer than 3.9 runs over there."""
     import ast
