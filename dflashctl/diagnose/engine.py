@@ -261,7 +261,7 @@ class _Case:
 
     @staticmethod
     def _outlived(f: Finding) -> bool:
-        """In a run that has ended: whether it went on long enough after the error. A rank's own end is final, unless it came back."""
+        """In a run that has ended: whether it went on long enough after the error; longer where a rank itself had ended."""
         final = f.top_level and f.rank is not None
         return f.steps >= (RESTARTED_STEPS if final else SURVIVED_STEPS) and f.tier > 2
 

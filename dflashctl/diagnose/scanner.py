@@ -56,6 +56,8 @@ QUOTE_LIMIT = 400
 """Lines after which an unclosed quotation is taken to have ended."""
 STRUCTURED = 400
 """Lines of text read of one JSON line."""
+FORGOTTEN = 100
+"""Lines of others after which a traceback has ended, whether its own rank said something or not."""
 NEAR = 3
 """Lines within which a word about the error that follows is looked for."""
 STREAMS = 2048
@@ -123,6 +125,8 @@ class Scanner:
             self.last_line, self.last_text = number, line.text.strip()[:200]
         if self._in_quote(line):
             return
+        for block in [b for b in self._blocks.values() if number - b.end > FORGOTTEN]:
+            self._end(block)  # its rank says nothing more
         if ln.is_banner(line.text):
             self.reset()
             self.banner = line.number
@@ -182,6 +186,7 @@ class Scanner:
         if block and block.open:
             if not block.add(line):
                 return False
+            block.progress_at, block.time = self.progress, self.time
             if block.started_by_launcher:
                 self._end(block)  # its own report follows
             return True
@@ -245,12 +250,13 @@ class Scanner:
             block.survived = line.text
         finding = block.finding(self._signatures)
         if finding is not None:
-            self._add(finding)
+            self._add(finding, block)
 
-    def _add(self, finding: Finding) -> None:
+    def _add(self, finding: Finding, block: Traceback | None = None) -> None:
         if len(self.findings) < FINDINGS:
-            finding.progress_at = self.progress
-            finding.file, finding.time = self.file, self.time
+            finding.progress_at = self.progress if block is None else block.progress_at
+            finding.time = self.time if block is None else block.time
+            finding.file = self.file
             self.findings.append(finding)
 
     # ---------------------------------------------------------------- everything else
@@ -358,7 +364,7 @@ class Scanner:
         if kind:
             block = Traceback(line, ignored=self._ignored_next.pop(line.stream, False))
             block.add(line)
-            block.tail = 4
+            block.tail, block.progress_at, block.time = 4, self.progress, self.time
             self._keep(block)
             return
         found = self._signatures.match(text, *(("warn",) if quiet else ("line", "warn")))

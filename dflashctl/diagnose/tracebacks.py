@@ -111,6 +111,8 @@ class Traceback:
         self.open = True
         self.linked = False
         self.tail = 0
+        self.progress_at = 0
+        self.time: float | None = None
         self.begin(line)
 
     def begin(self, line: Line) -> None:
