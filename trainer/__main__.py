@@ -27,7 +27,7 @@ def main(argv: Sequence[str] | None = None) -> int:
     commands = parser.add_subparsers(dest="command", required=True, metavar="COMMAND")
     chosen = None
     for name, (module, summary) in COMMANDS.items():
-        sub = commands.add_parser(name, help=summary, description=summary.capitalize() + ".")
+        sub = commands.add_parser(name, help=summary, description=summary[0].upper() + summary[1:] + ".")
         if argv[:1] == [name]:
             chosen = importlib.import_module(module)
             chosen.add_arguments(sub)

@@ -269,17 +269,32 @@ def _messages(row: dict[str, Any], where: str) -> list[dict[str, str]]:
 
 def add_arguments(parser: argparse.ArgumentParser) -> None:
     parser.add_argument("--target", required=True, help="model folder, .gguf file, or bundled:NAME")
-    parser.add_argument("--drafter", required=True, type=Path, help="a checkpoint or an export")
+    parser.add_argument(
+        "--drafter", required=True, type=Path, help="an export, a checkpoint, or a run's folder: its newest"
+    )
     parser.add_argument("--prompts", required=True, help="JSONL of messages or prompts, or bundled:NAME")
-    parser.add_argument("--count", type=at_least(0), default=40, metavar="N", help="prompts used; 0: all")
+    parser.add_argument(
+        "--count", type=at_least(0), default=40, metavar="N", help="prompts used, 0: all (default: 40)"
+    )
     add_template_argument(parser, "as the training data was prepared")
-    parser.add_argument("--max-new-tokens", type=at_least(1), default=128, metavar="N", help="per prompt")
+    parser.add_argument(
+        "--max-new-tokens", type=at_least(1), default=128, metavar="N", help="per prompt (default: 128)"
+    )
     parser.add_argument(
         "--temperature", type=at_least(0.0), default=0.0, metavar="T", help="0: greedy (default)"
     )
     parser.add_argument("--seed", type=int, default=0, help="of the samples at T > 0")
-    parser.add_argument("--device", default="cuda" if torch.cuda.is_available() else "cpu")
-    parser.add_argument("--dtype", default="auto", choices=("auto", "float32", "bfloat16", "float16"))
+    parser.add_argument(
+        "--device",
+        default="cuda" if torch.cuda.is_available() else "cpu",
+        help="cpu or cuda:N (default here: %(default)s)",
+    )
+    parser.add_argument(
+        "--dtype",
+        default="auto",
+        choices=("auto", "float32", "bfloat16", "float16"),
+        help="default: auto, bfloat16 on CUDA, float32 elsewhere",
+    )
     parser.add_argument(
         "--plain",
         action=argparse.BooleanOptionalAction,

@@ -37,18 +37,23 @@ def load_drafter(path: Path, dtype: torch.dtype | None = None) -> tuple[DrafterC
     """Read a training checkpoint or an export of either layout, on the CPU.
 
     Args:
-        path: its folder.
+        path: its folder, or that of a run: then its newest checkpoint.
         dtype: of the weights; None: as they are stored.
 
     Raises:
         ModelError: not such a folder, damaged, or a drafter of another kind.
     """
+    path = max((path / "checkpoints").glob("step-*"), default=path)  # names are padded with zeros
     if (path / "drafter.json").is_file():
         raw, weights = _read_json(path / "drafter.json"), path / "drafter.safetensors"
     elif (path / "config.json").is_file():
         raw, weights = _read_json(path / "config.json"), path / "model.safetensors"
     else:
-        raise ModelError(f"{path}: no drafter in it (neither drafter.json nor config.json)")
+        raise ModelError(
+            f"{path}: no drafter in it; name an export, a run's folder, or one of the folders in its checkpoints/"
+            if path.is_dir()
+            else f"{path}: no such folder"
+        )
     try:
         if "speculators_model_type" in raw:
             config, extra = _from_speculators(raw), set(TARGETS_OWN)
@@ -200,10 +205,22 @@ def _from_speculators(raw: dict[str, Any]) -> DrafterConfig:
 
 
 def add_arguments(parser: argparse.ArgumentParser) -> None:
-    parser.add_argument("--checkpoint", required=True, type=Path, help="a checkpoint's folder")
+    parser.add_argument(
+        "--checkpoint", required=True, type=Path, help="a checkpoint, or a run's folder: its newest"
+    )
     parser.add_argument("--output", required=True, type=Path, help="folder to make")
-    parser.add_argument("--layout", choices=LAYOUTS, default="zlab")
-    parser.add_argument("--dtype", choices=("bfloat16", "float16", "float32"), default="bfloat16")
+    parser.add_argument(
+        "--layout",
+        choices=LAYOUTS,
+        default="zlab",
+        help="zlab (default): for SGLang and vLLM; speculators: vLLM",
+    )
+    parser.add_argument(
+        "--dtype",
+        choices=("bfloat16", "float16", "float32"),
+        default="bfloat16",
+        help="of the weights; default: bfloat16",
+    )
     parser.add_argument("--target", help="the target's folder (speculators: its embedding and head go in)")
 
 

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import argparse
 import json
+import shutil
 from pathlib import Path
 
 import pytest
@@ -126,9 +127,19 @@ def test_weights_named_with_a_model_prefix_are_read(tmp_path: Path, checkpoint: 
     assert load_drafter(tmp_path / "out")[0] == load_drafter(checkpoint)[0]
 
 
+def test_a_runs_folder_means_its_newest_checkpoint(tmp_path: Path, checkpoint: Path) -> None:
+    for step in (90, 100):
+        shutil.copytree(checkpoint, tmp_path / f"run/checkpoints/step-{step:08}")
+    (tmp_path / "run/checkpoints/step-00000090/drafter.json").unlink()
+    (tmp_path / "run/checkpoints/.tmp-step-00000110").mkdir()
+    assert load_drafter(tmp_path / "run")[0] == load_drafter(checkpoint)[0]
+
+
 def test_faults_are_named(tmp_path: Path, checkpoint: Path) -> None:
     with pytest.raises(ModelError, match="no drafter in it"):
         load_drafter(tmp_path)
+    with pytest.raises(ModelError, match="no such folder"):
+        load_drafter(tmp_path / "nowhere")
     with pytest.raises(ModelError, match="something already"):
         export(checkpoint, checkpoint)
     weights = checkpoint / "drafter.safetensors"

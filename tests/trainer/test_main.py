@@ -1,5 +1,6 @@
 from __future__ import annotations
 
+import json
 import subprocess
 import sys
 
@@ -45,3 +46,12 @@ def test_errors_go_to_stderr_and_exit_1(tmp_path, capsys):
         f"  {where}",
         "  fix: give --tokenizer the target",
     ]
+
+
+def test_prepare_takes_a_bundled_target_and_says_how_to_use_what_it_made(tmp_path, capsys):
+    messages = [{"role": "user", "content": "2 + 2?"}, {"role": "assistant", "content": "4"}]
+    (tmp_path / "chat.jsonl").write_text(json.dumps({"messages": messages}) + "\n")
+    out = tmp_path / "out"
+    argv = ["prepare", "--tokenizer", "bundled:tiny/target", "--output", str(out), "--jobs", "1"]
+    assert main([*argv, str(tmp_path / "chat.jsonl")]) == 0
+    assert capsys.readouterr().out.splitlines()[-1].endswith(f'[data] path = "{out}"')

@@ -13,6 +13,7 @@ from collections.abc import Callable, Mapping, Sequence
 from pathlib import Path
 from typing import Any
 
+from trainer.config import resolve
 from trainer.data.buckets import plan_buckets
 from trainer.data.dataset import FORMAT, META, Dataset, DatasetWriter
 from trainer.data.encode import Line, Recipe, Reject, encode_all, usable_cores
@@ -252,17 +253,27 @@ def describe(meta: Mapping[str, Any]) -> list[str]:
 def add_arguments(parser: argparse.ArgumentParser) -> None:
     """The options of `prepare`."""
     parser.add_argument("files", nargs="+", type=Path, metavar="FILE", help="chat JSONL")
-    parser.add_argument("--tokenizer", required=True, type=Path, help="the target: its folder or GGUF file")
+    parser.add_argument(
+        "--tokenizer", required=True, help="the target: its folder, its GGUF file, or bundled:NAME"
+    )
     parser.add_argument("--output", required=True, type=Path, metavar="DIR", help="the dataset to make")
     parser.add_argument(
-        "--max-length", type=at_least(1), default=3072, metavar="N", help="tokens; longer rows are cut"
+        "--max-length",
+        type=at_least(1),
+        default=3072,
+        metavar="N",
+        help="tokens; longer rows are cut (default: 3072)",
     )
     parser.add_argument(
         "--chat-template", type=Path, metavar="FILE", help="Jinja template; default: the tokenizer's"
     )
     add_template_argument(parser, "as the target is served")
     parser.add_argument(
-        "--bucket-count", type=at_least(1), default=8, metavar="N", help="length buckets to report"
+        "--bucket-count",
+        type=at_least(1),
+        default=8,
+        metavar="N",
+        help="length buckets to report (default: 8)",
     )
     parser.add_argument(
         "--jobs", type=at_least(1), default=0, metavar="N", help="worker processes; default: the cores"
@@ -289,7 +300,7 @@ def run(args: argparse.Namespace) -> int:
             where=str(args.chat_template),
             hint="check --chat-template",
         ) from error
-    recipe = Recipe(args.tokenizer, args.max_length, template, dict(args.template_argument))
+    recipe = Recipe(resolve(args.tokenizer), args.max_length, template, dict(args.template_argument))
     began = time.monotonic()
     prepare(
         args.files,
@@ -309,4 +320,5 @@ def run(args: argparse.Namespace) -> int:
         share = f"{bucket['padding'] * 100:.1f} %"
         print(f"  {bucket['length']:>6} tokens  {bucket['samples']:>10,} samples  padding {share:>6}")
     print("\n".join(describe(dataset.meta)))
+    print(f'Written. In the training config: [data] path = "{args.output.resolve()}"')
     return 0
