@@ -19,12 +19,15 @@ help:
 	@echo "make diagnose-report   how often the diagnosis is right, by class, and what it takes for what"
 
 $(INSTALLED): pyproject.toml constraints.txt tools/make_venv.sh
-	PIP_ARGS="$(PIP_ARGS)" sh tools/make_venv.sh "$(PYTHON)" "$(VENV)"
+	@PIP_ARGS="$(PIP_ARGS)" sh tools/make_venv.sh "$(PYTHON)" "$(VENV)"
 
+demo: RUN := demo-$(shell date +%m%d-%H%M%S)
 demo: $(INSTALLED)
-	$(BIN)/dflashctl launch --host local --wait 300
-	$(BIN)/dflashctl logs -f --host local
-	$(BIN)/dflashctl status --host local
+	$(BIN)/dflashctl launch --host local --name $(RUN) --wait 300
+	$(BIN)/dflashctl logs $(RUN) --host local -f
+	$(BIN)/dflashctl status $(RUN) --host local
+	@echo
+	@echo "To type dflashctl yourself:  . $(BIN)/activate"
 
 system-packages:
 	@sh tools/system_packages.sh

@@ -25,6 +25,7 @@ if ! "$python" -c 'import ensurepip, venv' 2>/dev/null; then # Debian keeps them
 fi
 
 [ -x "$venv/bin/python" ] || "$python" -m venv "$venv"
+echo "installing into $venv (torch is large: a few minutes on a slow line) ..."
 export PIP_DISABLE_PIP_VERSION_CHECK=1
 # shellcheck disable=SC2086  # PIP_ARGS is a list of words
 "$venv/bin/python" -m pip install -q ${PIP_ARGS:-} -c constraints.txt torch
