@@ -15,7 +15,7 @@ from typing import Any
 
 import pytest
 
-from dflashctl import config, deploy, runs
+from dflashctl import deploy, hostsfile, runs
 from dflashctl.config import Devices, Host
 from dflashctl.errors import ConfigError, ConnectionLostError, DflashError, NotFoundError, PreflightError
 from dflashctl.launch import Launched, launch
@@ -68,7 +68,7 @@ def modules(tmp_path: Path) -> Path:
 
 @pytest.fixture
 def host(runner: Runner, trainer: Path, modules: Path) -> Host:
-    local = config.parse("", None, {"HOME": "/nonexistent"}).get("local")
+    local = hostsfile.parse("", None, {"HOME": "/nonexistent"}).get("local")
     return dataclasses.replace(
         local,
         workspace=str(runner.workspace),

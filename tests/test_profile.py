@@ -12,7 +12,7 @@ import pytest
 from hypothesis import given
 from hypothesis import strategies as st
 
-from dflashctl import config
+from dflashctl import hostsfile
 from dflashctl.config import Devices, Host, PctHost
 from dflashctl.errors import ConfigError
 from dflashctl.profile import load_profile, to_toml
@@ -25,7 +25,7 @@ else:
 
 @pytest.fixture
 def local() -> Host:
-    return config.parse("", None, {"HOME": "/home/x"}).get("local")
+    return hostsfile.parse("", None, {"HOME": "/home/x"}).get("local")
 
 
 @pytest.fixture

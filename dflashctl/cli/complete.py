@@ -10,11 +10,11 @@ def hosts(ctx: typer.Context, incomplete: str) -> list[str]:
     import os
     from pathlib import Path
 
-    from dflashctl import config
+    from dflashctl import hostsfile
     from dflashctl.errors import DflashError
 
     try:
-        known = config.load(ctx.params.get("hosts"), os.environ, Path.cwd())
+        known = hostsfile.load(ctx.params.get("hosts"), os.environ, Path.cwd())
     except DflashError:
         return []  # completion is no place for errors; the command itself reports them
     return [host.name for host in known if host.name.startswith(incomplete)]

@@ -8,7 +8,8 @@ from dataclasses import dataclass
 from pathlib import Path
 from typing import TYPE_CHECKING
 
-from dflashctl.config import Host, Hosts, load
+from dflashctl.config import Host, Hosts
+from dflashctl.hostsfile import load
 
 if TYPE_CHECKING:
     from dflashctl.remote.session import Session

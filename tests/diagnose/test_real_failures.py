@@ -14,7 +14,7 @@ from typing import Any
 
 import pytest
 
-from dflashctl import config, stacks
+from dflashctl import hostsfile, stacks
 from dflashctl.errors import ContainerError, UnreachableError
 from dflashctl.remote.session import Session
 from dflashctl.snapshot import Snapshot
@@ -37,7 +37,7 @@ class Runs:
     """Starts scripts in a container as runs, and judges them."""
 
     def __init__(self, file: Path) -> None:
-        hosts = config.load(file, os.environ, file.parent)
+        hosts = hostsfile.load(file, os.environ, file.parent)
         self.host = hosts.default
         transport = transport_for(self.host, hosts, accept_new=True)
         self.session = Session.on(self.host, transport, owns_transport=True)

@@ -12,7 +12,7 @@ from typing import Any
 
 import pytest
 
-from dflashctl import config, follow, stop
+from dflashctl import follow, hostsfile, stop
 from dflashctl.errors import ConnectionLostError, ContainerError, PreflightError
 from dflashctl.remote import supervisor
 from dflashctl.remote.session import Session
@@ -26,7 +26,7 @@ class Place:
     """The host ct200 of a hosts file, and runs in it."""
 
     def __init__(self, file: Path) -> None:
-        self.hosts = config.load(file, os.environ, file.parent)
+        self.hosts = hostsfile.load(file, os.environ, file.parent)
         self.host = self.hosts.default
 
     def session(self, **options: Any) -> Session:

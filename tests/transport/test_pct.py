@@ -12,7 +12,7 @@ from pathlib import Path
 
 import pytest
 
-from dflashctl import config
+from dflashctl import hostsfile
 from dflashctl.config import PctHost
 from dflashctl.errors import (
     ConnectionLostError,
@@ -175,7 +175,7 @@ def ct200(node: Node, hosts_file: Path) -> Iterator[Transport]:
 
 
 def to(hosts_file: Path, name: str | None = None) -> Transport:
-    hosts = config.load(hosts_file, {}, Path("/"))
+    hosts = hostsfile.load(hosts_file, {}, Path("/"))
     return transport_for(hosts.get(name), hosts)
 
 

@@ -8,7 +8,7 @@ from pathlib import Path
 
 import pytest
 
-from dflashctl import config
+from dflashctl import hostsfile
 from dflashctl.config import WARMUP, Devices, Hosts, LocalHost, PctHost, SshHost
 from dflashctl.errors import ConfigError, ExitCode, NotFoundError
 
@@ -31,12 +31,12 @@ vmid = 200
 @pytest.fixture
 def environ(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> dict[str, str]:
     """An environment in which no hosts file of this machine is found."""
-    monkeypatch.setattr(config, "SYSTEM_FILE", tmp_path / "etc" / "hosts.toml")
+    monkeypatch.setattr(hostsfile, "SYSTEM_FILE", tmp_path / "etc" / "hosts.toml")
     return {"HOME": str(tmp_path / "home"), "XDG_CONFIG_HOME": str(tmp_path / "xdg")}
 
 
 def parse(text: str, environ: dict[str, str] | None = None) -> Hosts:
-    return config.parse(text, Path("/somewhere/hosts.toml"), environ or {"HOME": "/home/ann"})
+    return hostsfile.parse(text, Path("/somewhere/hosts.toml"), environ or {"HOME": "/home/ann"})
 
 
 def write(file: Path, name: str) -> Path:
@@ -50,7 +50,7 @@ def write(file: Path, name: str) -> Path:
 
 
 def test_the_example_is_valid() -> None:
-    hosts = config.load(ROOT / "hosts.example.toml", {}, ROOT)
+    hosts = hostsfile.load(ROOT / "hosts.example.toml", {}, ROOT)
     host = hosts.default
     assert isinstance(host, PctHost)
     assert (host.name, host.via, host.vmid, host.workspace) == ("ct200", "pve1", 200, "/workspace")
@@ -70,7 +70,7 @@ def test_the_examples_commented_keys_are_valid(tmp_path: Path) -> None:
     text = "\n".join(
         line[2:] if line.startswith(tuple(f"# {key} = " for key in keys)) else line for line in lines
     )
-    hosts = config.parse(text, tmp_path / "hosts.toml", {})
+    hosts = hostsfile.parse(text, tmp_path / "hosts.toml", {})
     pve1, ct200 = hosts.get("pve1"), hosts.get("ct200")
     assert isinstance(pve1, SshHost)
     assert isinstance(ct200, PctHost)
@@ -114,20 +114,20 @@ def test_search_order(tmp_path: Path, environ: dict[str, str]) -> None:
         write(cwd / "hosts.toml", "here"),
     ]
     for place in reversed(places):
-        assert config.load(None, environ, cwd).path == place
+        assert hostsfile.load(None, environ, cwd).path == place
         place.unlink()
-    assert config.load(None, environ, cwd).path is None
+    assert hostsfile.load(None, environ, cwd).path is None
     named = write(tmp_path / "named.toml", "named")
     given = write(tmp_path / "given.toml", "given")
-    assert config.load(None, {**environ, "DFLASH_HOSTS": str(named)}, cwd).path == named
-    assert config.load(given, {**environ, "DFLASH_HOSTS": str(named)}, cwd).path == given
-    assert config.load(Path("../../../given.toml"), environ, cwd).default.name == "given"
+    assert hostsfile.load(None, {**environ, "DFLASH_HOSTS": str(named)}, cwd).path == named
+    assert hostsfile.load(given, {**environ, "DFLASH_HOSTS": str(named)}, cwd).path == given
+    assert hostsfile.load(Path("../../../given.toml"), environ, cwd).default.name == "given"
 
 
 def test_the_users_file_is_found_without_xdg(tmp_path: Path, environ: dict[str, str]) -> None:
     del environ["XDG_CONFIG_HOME"]
     file = write(tmp_path / "home" / ".config" / "dflashctl" / "hosts.toml", "user")
-    assert config.load(None, environ, tmp_path / "home").path == file
+    assert hostsfile.load(None, environ, tmp_path / "home").path == file
 
 
 @pytest.mark.parametrize("how", ["--hosts", "$DFLASH_HOSTS"])
@@ -138,7 +138,7 @@ def test_a_named_file_must_exist(tmp_path: Path, environ: dict[str, str], how: s
     else:
         given, environ = None, {**environ, "DFLASH_HOSTS": str(path)}
     with pytest.raises(ConfigError) as error:
-        config.load(given, environ, tmp_path)
+        hostsfile.load(given, environ, tmp_path)
     assert error.value.message == f"no hosts file at {path}"
     assert how in error.value.where
     assert error.value.exit_code == ExitCode.ERROR
@@ -147,7 +147,7 @@ def test_a_named_file_must_exist(tmp_path: Path, environ: dict[str, str], how: s
 def test_a_file_that_is_no_text(tmp_path: Path, environ: dict[str, str]) -> None:
     (tmp_path / "hosts.toml").write_bytes(b"\xff\xfe")
     with pytest.raises(ConfigError, match="not UTF-8"):
-        config.load(None, environ, tmp_path)
+        hostsfile.load(None, environ, tmp_path)
 
 
 # Which host
@@ -182,7 +182,7 @@ def test_an_unknown_dflash_host_says_where_it_came_from() -> None:
 
 def test_without_a_file_an_unknown_host_points_at_the_example() -> None:
     with pytest.raises(NotFoundError) as error:
-        config.parse("", None, {}).get("ct200")
+        hostsfile.parse("", None, {}).get("ct200")
     assert "hosts.example.toml" in error.value.where
 
 
@@ -349,10 +349,10 @@ def test_where_names_the_line_of_a_key() -> None:
     assert parse("").default.where() == ""
 
 
-def test_importing_config_and_transport_stays_light() -> None:
+def test_importing_hosts_and_transports_stays_light() -> None:
     code = (
-        "import sys; from pathlib import Path; from dflashctl import config, transport; "
-        "hosts = config.load(Path('hosts.example.toml'), {}, Path.cwd()); "
+        "import sys; from pathlib import Path; from dflashctl import hostsfile, transport; "
+        "hosts = hostsfile.load(Path('hosts.example.toml'), {}, Path.cwd()); "
         "[transport.transport_for(host, hosts) for host in hosts]; "
         "print([m for m in ('paramiko', 'rich', 'typer', 'torch', 'cryptography') if m in sys.modules])"
     )
