@@ -134,6 +134,13 @@ def test_torch_counts_where_nvidia_smi_is_missing() -> None:
     assert judge(facts(gpus={"unread": "nvidia-smi not found"}), profile(), HOST, "x", force=False) == []
 
 
+@pytest.mark.parametrize(("used", "busy"), [(1023, False), (1024, True)])
+def test_a_gpu_is_busy_from_one_gib_on(used: int, busy: bool) -> None:
+    given = facts(gpus={"rows": [{**GPU, "index": i, "memory_used_mib": used} for i in range(8)]})
+    noted = judge(given, profile(), HOST, "ct200 on pve1", force=True)
+    assert bool(noted) is busy
+
+
 def test_busy_gpus_are_refused_unless_forced() -> None:
     rows = copy.deepcopy(FACTS["gpus"]["rows"])
     rows[5]["memory_used_mib"] = 70_000

@@ -82,6 +82,8 @@ def test_relative_paths(tmp_path: Path, local: Host, remote: PctHost) -> None:
     assert there.config.target.model == "/abs/model"
     assert there.paths == ["/abs/model", "/workspace/chat.jsonl"]
     assert there.config.evaluate.prompts == "bundled:tiny/heldout.jsonl"
+    home = load_profile(write(tmp_path, "[data]\npath = '~/chat.jsonl'\n"), remote)
+    assert home.config.data.path == "~/chat.jsonl"  # the home over there
 
 
 @pytest.mark.parametrize(
