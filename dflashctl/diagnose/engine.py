@@ -259,9 +259,10 @@ class _Case:
                 kept.append(f)
         return kept
 
-    @staticmethod
-    def _outlived(f: Finding) -> bool:
+    def _outlived(self, f: Finding) -> bool:
         """In a run that has ended: whether it went on long enough after the error; longer where a rank itself had ended."""
+        if f.tier == 2:
+            return f.steps >= RESTARTED_STEPS and self.signatures.by_name[f.cls].group != "driver"
         final = f.top_level and f.rank is not None
         return f.steps >= (RESTARTED_STEPS if final else SURVIVED_STEPS) and f.tier > 2
 

@@ -377,7 +377,7 @@ class Scanner:
         s, pattern, captures = found
         matched = pattern.regex.search(text)
         beside = text[: matched.start()] + " " + text[matched.end() :] if matched else text
-        excused = s.tier > 2 and line.level not in ("E", "F") and _says_survived(beside)
+        excused = s.tier > 1 and line.level not in ("E", "F") and _says_survived(beside)
         self._add(
             Finding(
                 s.name,
