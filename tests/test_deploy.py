@@ -60,6 +60,8 @@ def test_any_change_gives_another_name(tree: Path) -> None:
     assert changed()
     (tree / "a.py").chmod(0o755)
     assert changed()
+    with tarfile.open(fileobj=io.BytesIO(collect(tree).tar)) as archive:
+        assert archive.getmember("trainer/a.py").mode == 0o755
     (tree / "a.py").rename(tree / "b.py")
     assert changed()
     (tree / "b.py").unlink()

@@ -9,7 +9,7 @@ import time
 from pathlib import Path
 
 import pytest
-from hypothesis import given
+from hypothesis import example, given
 from hypothesis import strategies as st
 
 from dflashctl import runs
@@ -26,6 +26,7 @@ def test_ids_are_name_and_time() -> None:
 
 
 @given(st.text(max_size=200))
+@example("x" * 200)
 def test_any_stem_gives_a_valid_name(stem: str) -> None:
     run_id = list(runs.candidates(stem, NOON))[-1]
     assert runs.check_name(run_id) == run_id

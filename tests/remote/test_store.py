@@ -176,6 +176,11 @@ def test_runs_are_listed_newest_first_and_only_whole_ones(tmp_path: Path) -> Non
     (tmp_path / "dflash/runs/half").mkdir()
     assert store.run_ids(workspace) == ["c", "a", "b"]
     assert store.find_run(workspace).endswith("/c")
+    assert store.find_run(workspace, "c").endswith("/c")
+    for name in ("../runs/c", "./c", "c/", ".", "..", "none"):
+        with pytest.raises(store.Refusal) as caught:
+            store.find_run(workspace, name)
+        assert caught.value.code == "not_found"
     assert (tmp_path / "dflash/runs/a/start.json").stat().st_mode & 0o777 == 0o600
     with pytest.raises(store.Refusal, match="exists already"):
         store.create_run(workspace, "a", {"manifest.json": "{}"})

@@ -107,8 +107,10 @@ def test_idle_gpus_are_counted_only_once_a_run_has_ended():
     terminal = Terminal(io.StringIO())
     assert len(status.gpu_lines(snapshot, terminal)) == 4
     assert status.gpu_lines(snapshot, terminal, brief=True) == ["gpu       8 idle"]
-    made["gpus"]["rows"][3]["memory_used_mib"] = 70000  # something still holds it
-    assert len(status.gpu_lines(Snapshot.parse(made), terminal, brief=True)) == 4
+    for key, value in {"utilization_pct": 97, "memory_used_mib": 70000}.items():  # something still holds it
+        busy = json.loads(json.dumps(made))
+        busy["gpus"]["rows"][3][key] = value
+        assert len(status.gpu_lines(Snapshot.parse(busy), terminal, brief=True)) == 4
 
 
 def test_the_gpu_table_stands_although_the_log_could_not_be_read():
