@@ -21,7 +21,7 @@ class LogWriter:
 
     def write(self, line: Line) -> None:
         if self.raw:
-            self.terminal.write(line.data + line.end.encode())
+            self.terminal.write(line.raw)
             self._open = line.end != "\n"
             return
         if line.end == "\r" and not self.terminal.live:
