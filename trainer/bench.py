@@ -17,7 +17,7 @@ import statistics
 import sys
 import time
 from collections.abc import Callable
-from dataclasses import asdict, dataclass
+from dataclasses import asdict
 from pathlib import Path
 from typing import Any
 
@@ -25,10 +25,9 @@ import torch
 import torch.nn.functional as F
 from torch import Tensor
 
-from trainer.config import DrafterSection, RuntimeConfig
+from trainer.config import RuntimeConfig
 from trainer.modeling import attention
 from trainer.modeling.drafter import Drafter
-from trainer.modeling.layout import DrafterConfig
 from trainer.modeling.losses import block_loss, default_gamma, loss_slope
 from trainer.modeling.target import Target, layer_forward
 from trainer.optim import FlatParameters, MasterAdamW
@@ -36,89 +35,11 @@ from trainer.pipeline.drafters import draft
 from trainer.pipeline.targets import DrafterBatch
 from trainer.runtime import compile, devices, graphs
 from trainer.runtime.devices import Device
+from trainer.workload import SHAPES, Workload, drafter_config, target_config, useful_flops
 
 RATE = 6e-4
 
-SHAPES: dict[str, dict[str, Any]] = {
-    "tiny": {
-        "hidden_size": 64, "intermediate_size": 128, "num_hidden_layers": 8, "num_attention_heads": 4,
-        "num_key_value_heads": 2, "head_dim": 16, "vocab_size": 256, "tie_word_embeddings": True,
-    },
-    "0.6B": {
-        "hidden_size": 1024, "intermediate_size": 3072, "num_hidden_layers": 28, "num_attention_heads": 16,
-        "num_key_value_heads": 8, "head_dim": 128, "vocab_size": 151_936, "tie_word_embeddings": True,
-    },
-    "4B": {
-        "hidden_size": 2560, "intermediate_size": 9728, "num_hidden_layers": 36, "num_attention_heads": 32,
-        "num_key_value_heads": 8, "head_dim": 128, "vocab_size": 151_936, "tie_word_embeddings": True,
-    },
-    "8B": {
-        "hidden_size": 4096, "intermediate_size": 12288, "num_hidden_layers": 36, "num_attention_heads": 32,
-        "num_key_value_heads": 8, "head_dim": 128, "vocab_size": 151_936, "tie_word_embeddings": False,
-    },
-}  # fmt: skip
-"""Qwen3's shapes by name."""
-
 VARIANTS = ("plain", "eager", "compiled", "graphs")
-
-
-@dataclass(frozen=True)
-class Workload:
-    """What is trained: a shape's name, rows a step, tokens a row, blocks a row, tokens a block, drafter layers."""
-
-    shape: str
-    batch: int
-    sequence: int
-    anchors: int
-    block: int
-    layers: int
-
-
-@dataclass(frozen=True)
-class Flops:
-    """Useful floating-point operations of one row, by part."""
-
-    target: float
-    forward: float
-    backward: float
-    head: float
-
-    @property
-    def total(self) -> float:
-        """Of a step, per row: the head's product once forward, once for the gradient of the hidden states."""
-        return self.target + self.forward + self.backward + 2 * self.head
-
-
-def useful_flops(
-    config: DrafterConfig, sequence: int, anchors: int, visible: float | None = None, causal: float = 0.5
-) -> Flops:
-    """Operations that a step can't do without: the target up to its last layer read, attention at the mask's real
-    sparsity, no gradient into the features, none for the head's weight, nothing computed twice.
-
-    Args:
-        config: the drafter's shape, which has the target's in it.
-        sequence: S.
-        anchors: A.
-        visible: context tokens that a block sees on average; None: S / 2, anchors being uniform.
-        causal: share of the square that the target's attention computes.
-    """
-    d, width = config.hidden_size, config.num_attention_heads * config.head_dim
-    narrow = config.num_key_value_heads * config.head_dim
-    slots, read = anchors * config.block_size, len(config.target_layer_ids)
-    visible = sequence / 2 if visible is None else visible
-    weights = 2 * d * width + 2 * d * narrow + 3 * d * config.intermediate_size
-    target = (max(config.target_layer_ids) + 1) * (
-        2 * sequence * weights + 4 * causal * sequence * sequence * width
-    )
-    linear = config.num_hidden_layers * (2 * slots * weights + 2 * sequence * 2 * d * narrow)
-    attended = config.num_hidden_layers * 4 * slots * (visible + config.block_size) * width
-    fuse = 2 * sequence * read * d * d
-    return Flops(
-        target=target,
-        forward=linear + attended + fuse,
-        backward=2 * linear + 2.5 * attended + fuse,
-        head=2 * anchors * (config.block_size - 1) * d * config.vocab_size,
-    )
 
 
 class Clock:
@@ -148,27 +69,27 @@ Phases = list[tuple[str, Callable[[], object]]]
 class Bench:
     """A target, a batch and the ways to take one step with them. `step(variant)` makes the phases of one."""
 
-    def __init__(self, work: Workload, device: Device) -> None:
-        from transformers import AutoModelForCausalLM, Qwen3Config
-
+    def __init__(self, work: Workload, device: Device, target: Target | None = None) -> None:
         self.work = work
         self.device = device
         self.dtype = torch.bfloat16 if device.cuda else torch.float32
-        config = Qwen3Config(**SHAPES[work.shape], max_position_embeddings=40_960)
+        self.shape = drafter_config(work)
+        self.target = target or self._make_target()
         torch.manual_seed(0)
-        with torch.device(device.torch):
-            self.model: Any = AutoModelForCausalLM.from_config(
-                config, dtype=self.dtype, attn_implementation="sdpa"
-            )
-        section = DrafterSection(
-            layers=work.layers, block_size=work.block, feature_layers=5, mask_token_id=config.vocab_size - 1
-        )
-        self.shape = DrafterConfig.for_target(config, section)
-        self.target = Target(self.model, self.shape.target_layer_ids)
-        self.ids = torch.randint(config.vocab_size - 1, (work.batch, work.sequence), device=device.torch)
+        self.ids = torch.randint(self.shape.vocab_size - 1, (work.batch, work.sequence), device=device.torch)
         self.batch = self._batch()
         self.loss = torch.zeros((), device=device.torch)
         self.first_loss: Tensor | None = None
+
+    def _make_target(self) -> Target:
+        from transformers import AutoModelForCausalLM
+
+        torch.manual_seed(0)
+        with torch.device(self.device.torch):
+            model = AutoModelForCausalLM.from_config(
+                target_config(self.work.shape), dtype=self.dtype, attn_implementation="sdpa"
+            )
+        return Target(model, self.shape.target_layer_ids)
 
     def _batch(self) -> DrafterBatch:
         """Anchors drawn uniformly, sorted; every slot that lies in the row has a label."""
@@ -281,7 +202,7 @@ class Bench:
 
         @torch.no_grad()
         def target() -> None:
-            out = self.model(self.ids, output_hidden_states=True, use_cache=False)
+            out = self.target.model(self.ids, output_hidden_states=True, use_cache=False)
             state["features"] = torch.cat([out.hidden_states[i + 1] for i in self.shape.target_layer_ids], -1)
 
         def draft_forward() -> None:
@@ -359,7 +280,6 @@ def measure(bench: Bench, variant: str, steps: int, seconds: float, profile: boo
     whole = [clock.milliseconds(a[-1], b[-1]) for a, b in itertools.pairwise(marks)]
     step_ms = statistics.median(whole or [clock.milliseconds(marks[0][0], marks[0][-1])])
     result: dict[str, Any] = {
-        "variant": variant,
         "step_ms": round(step_ms, 2),
         "phases_ms": {
             name: round(statistics.median(clock.milliseconds(p[i], p[i + 1]) for p in marks), 2)
@@ -428,7 +348,7 @@ def mask_ms(bench: Bench) -> float:
 
 def add_arguments(parser: argparse.ArgumentParser) -> None:
     parser.add_argument("--shape", default="tiny", choices=SHAPES, help="Qwen3's shape of that size")
-    parser.add_argument("--batch", type=int, default=1, metavar="N", help="rows a step")
+    parser.add_argument("--batch", default="1", metavar="N,N", help="rows a step; several are tried in turn")
     parser.add_argument("--sequence", type=int, default=3072, metavar="N", help="tokens a row")
     parser.add_argument("--anchors", type=int, default=512, metavar="N", help="blocks a row")
     parser.add_argument("--block", type=int, default=16, metavar="N", help="tokens a block")
@@ -456,38 +376,49 @@ def run(args: argparse.Namespace) -> int:
             return 1
         if variant == "graphs":
             graphs.wanted(RuntimeConfig(cuda_graphs="explicit"), torch_device)
-    work = Workload(args.shape, args.batch, args.sequence, args.anchors, args.block, args.layers)
+    batches = [int(n) for n in args.batch.split(",")]
+    sizes = (args.sequence, args.anchors, args.block, args.layers)
+    works = [Workload(args.shape, n, *sizes) for n in batches]
     with device.entered():
-        report = _report(work, device)
-        bench = Bench(work, device)
-        flops = useful_flops(bench.shape, work.sequence, work.anchors)
-        report["tflop_per_row"] = {**{k: round(v / 1e12, 4) for k, v in asdict(flops).items()},
-                                   "total": round(flops.total / 1e12, 4)}  # fmt: skip
-        report["mask_ms"] = round(mask_ms(bench), 3)
-        for variant in variants:
-            try:
-                result = measure(bench, variant, args.steps, args.seconds, args.profile)
-                rate = result["samples_per_s"] * flops.total / 1e12
-                result["useful_tflops"] = round(rate, 2)
-                result["share_of_limit"] = round(rate / report["matmul_tflops"], 4)
-            except torch.cuda.OutOfMemoryError as error:
-                result = {"variant": variant, "error": str(error).splitlines()[0]}
-            report["results"].append(result)
-            if args.json:
-                args.json.write_text(json.dumps(report, indent=1) + "\n", "utf-8")
-            print(_line(result), flush=True)
+        report = _report(works[0], device)
+        target: Target | None = None
+        for work in works:
+            bench = Bench(work, device, target)
+            target = bench.target
+            report["mask_ms"][str(work.batch)] = round(mask_ms(bench), 3)
+            for variant in variants:
+                result = _result(bench, variant, args, report["matmul_tflops"])
+                report["results"].append(result)
+                if args.json:
+                    args.json.write_text(json.dumps(report, indent=1) + "\n", "utf-8")
+                print(_line(result), flush=True)
     return 0
+
+
+def _result(bench: Bench, variant: str, args: argparse.Namespace, limit: float) -> dict[str, Any]:
+    result: dict[str, Any] = {"variant": variant, "batch": bench.work.batch}
+    try:
+        result |= measure(bench, variant, args.steps, args.seconds, args.profile)
+    except torch.cuda.OutOfMemoryError as error:
+        return result | {"error": str(error).splitlines()[0]}
+    flops = useful_flops(bench.shape, bench.work.sequence, bench.work.anchors)
+    rate = result["samples_per_s"] * flops.total / 1e12
+    return result | {"useful_tflops": round(rate, 3), "share_of_limit": round(rate / limit, 4)}
 
 
 def _report(work: Workload, device: Device) -> dict[str, Any]:
     import transformers
 
+    flops = useful_flops(drafter_config(work), work.sequence, work.anchors)
+    parts = {**asdict(flops), "total": flops.total}
     report: dict[str, Any] = {
-        "workload": asdict(work),
+        "workload": {name: value for name, value in asdict(work).items() if name != "batch"},
         "device": torch.cuda.get_device_name(device.torch) if device.cuda else platform.processor() or "cpu",
         "torch": torch.__version__,
         "transformers": transformers.__version__,
         "matmul_tflops": round(matmul_limit(device.torch), 3),
+        "tflop_per_row": {name: round(value / 1e12, 4) for name, value in parts.items()},
+        "mask_ms": {},
         "results": [],
     }
     print(
@@ -500,11 +431,12 @@ def _report(work: Workload, device: Device) -> dict[str, Any]:
 
 
 def _line(result: dict[str, Any]) -> str:
+    name = f"{result['variant']:<9} batch {result['batch']:<3}"
     if "error" in result:
-        return f"{result['variant']:<9} {result['error']}"
+        return f"{name} {result['error']}"
     phases = "  ".join(f"{name} {ms}" for name, ms in result["phases_ms"].items())
     memory = f"  {result['peak_gib']} GiB" if "peak_gib" in result else ""
     return (
-        f"{result['variant']:<9} {result['step_ms']} ms a step  {result['samples_per_s']} samples/s  "
+        f"{name} {result['step_ms']} ms a step  {result['samples_per_s']} samples/s  "
         f"{100 * result['share_of_limit']:.1f} % of the limit{memory}  host {result['host_ms']} ms  ({phases})"
     )

@@ -8,15 +8,13 @@ from pathlib import Path
 import pytest
 import torch
 from torch.utils.flop_counter import FlopCounterMode
-from transformers import Qwen3Config
 
 from trainer import bench
 from trainer.__main__ import main
-from trainer.config import DrafterSection
-from trainer.modeling.layout import DrafterConfig
 from trainer.runtime.devices import Device
+from trainer.workload import Workload, drafter_config, useful_flops
 
-SMALL = bench.Workload("tiny", batch=2, sequence=64, anchors=6, block=4, layers=2)
+SMALL = Workload("tiny", batch=2, sequence=64, anchors=6, block=4, layers=2)
 
 
 @pytest.mark.parametrize(
@@ -25,9 +23,7 @@ SMALL = bench.Workload("tiny", batch=2, sequence=64, anchors=6, block=4, layers=
 )
 def test_the_floors_of_qwen3(shape: str, target: float, forward: float, backward: float, head: float) -> None:
     """Counted by hand for 3072 tokens, 512 blocks of 16, five layers, in TFLOP."""
-    section = DrafterSection(layers=5, block_size=16, feature_layers=5, mask_token_id=151_935)
-    config = DrafterConfig.for_target(Qwen3Config(**bench.SHAPES[shape]), section)
-    flops = bench.useful_flops(config, 3072, 512)
+    flops = useful_flops(drafter_config(Workload(shape, 1, 3072, 512, 16, 5)), 3072, 512)
     counted = [v / 1e12 for v in (flops.target, flops.forward, flops.backward, flops.head)]
     assert counted == pytest.approx([target, forward, backward, head], rel=0.015)
 
@@ -41,7 +37,7 @@ def test_the_formula_counts_what_pytorch_counts() -> None:
         with FlopCounterMode(display=False) as counter:
             run()
         counted[name] = counter.get_total_flops() / SMALL.batch
-    flops = bench.useful_flops(made.shape, SMALL.sequence, SMALL.anchors, visible=SMALL.sequence, causal=0.0)
+    flops = useful_flops(made.shape, SMALL.sequence, SMALL.anchors, visible=SMALL.sequence, causal=0.0)
     assert counted["target"] == flops.target
     assert counted["draft"] == flops.forward
     assert counted["loss"] == 2 * flops.head
