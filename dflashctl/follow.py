@@ -12,6 +12,7 @@ from datetime import datetime
 from typing import TYPE_CHECKING, Any
 
 from dflashctl.errors import ContainerError, DflashError, ExitCode, UnreachableError
+from dflashctl.transport.hostkeys import HostKeyError
 
 if TYPE_CHECKING:
     from dflashctl.remote.session import Session
@@ -36,10 +37,14 @@ class Start:
 
 @dataclass(frozen=True)
 class Line:
-    """A line. `end` is "\\n", "\\r" (a progress bar that the next line overwrites), or "" (no end yet)."""
+    """A line. `end` is "\\n", "\\r" (a progress bar that the next line overwrites), or "" (no end yet).
+
+    raw: its bytes as they stand in the log, end and further carriage returns included.
+    """
 
     data: bytes
     end: str
+    raw: bytes
 
     @property
     def text(self) -> str:
@@ -99,14 +104,15 @@ class _Lines:
 
     def take(self, data: bytes) -> Iterator[Line]:
         self.pending += data
-        start = 0
+        start = text = 0  # of the bytes not passed on yet; of the line's text
         for match in re.finditer(rb"\r*\n|\r+(?!\n)", self.pending):
             if match.end() == len(self.pending) and match[0].endswith(b"\r"):
                 break  # a \n may follow
-            data, end = bytes(self.pending[start : match.start()]), "\n" if match[0].endswith(b"\n") else "\r"
+            data, end = bytes(self.pending[text : match.start()]), "\n" if match[0].endswith(b"\n") else "\r"
+            text = match.end()
             if data or end == "\n":  # a progress bar begins with its \r
-                yield Line(data, end)
-            start = match.end()
+                yield Line(data, end, bytes(self.pending[start:text]))
+                start = text
         del self.pending[:start]
         self.offset += start
         if len(self.pending) > LONGEST:
@@ -116,7 +122,7 @@ class _Lines:
         if self.pending:
             data = bytes(self.pending)
             self.restart(self.offset + len(data))
-            yield Line(data.rstrip(b"\r"), "")
+            yield Line(data.strip(b"\r"), "", data)
 
 
 def follow(
@@ -131,7 +137,8 @@ def follow(
     """Yield lines, notices, and last of all End.
 
     With `wait` it ends when the supervisor's record says so, never because a stream ended; without, at the log's end.
-    Connections that break are opened again for as long as it takes, 1 to 30 s apart; the first must succeed.
+    Connections that break are opened again for as long as it takes, 1 to 30 s apart. The first must succeed; a wrong host
+    key ends it.
 
     Args:
         open_session: makes a session that is not opened yet, on a connection of its own, which it closes too.
@@ -184,7 +191,7 @@ def follow(
                         return
                     where = {"offset": lines.offset, "inode": inode}
         except (UnreachableError, ContainerError) as error:
-            if not reached:
+            if not reached or isinstance(error, HostKeyError):
                 raise
             delay = min(LAST_DELAY, max(FIRST_DELAY, delay * 2))
             pause = min(LAST_DELAY, max(FIRST_DELAY, delay * (0.5 + jitter())))

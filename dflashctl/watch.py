@@ -4,16 +4,19 @@ opened again within the wait."""
 from __future__ import annotations
 
 import time
-from collections.abc import Callable, Iterator
+from collections.abc import Callable, Generator, Iterator
 from dataclasses import dataclass
-from typing import TYPE_CHECKING, Any
+from typing import TYPE_CHECKING, Any, TypeVar
 
 from dflashctl.errors import ContainerError, UnreachableError
 from dflashctl.snapshot import Snapshot
 from dflashctl.status import Verdict, judge
+from dflashctl.transport.hostkeys import HostKeyError
 
 if TYPE_CHECKING:
     from dflashctl.remote.session import Session
+
+Answer = TypeVar("Answer")
 
 INTERVAL = 0.5
 """Seconds between two questions."""
@@ -102,25 +105,31 @@ class Watcher:
             else:
                 return Look(snapshot, verdict, time.monotonic() - begun, True)
 
+    def _again(self, ask: Callable[[], Answer], until: float) -> Generator[Dropped, None, Answer]:
+        """What `ask` answers, asked again when the connection breaks, until that time (monotonic)."""
+        while True:
+            try:
+                return ask()
+            except (UnreachableError, ContainerError) as error:
+                if isinstance(error, HostKeyError) or time.monotonic() >= until:
+                    raise
+                yield Dropped(error.message)
+                time.sleep(min(1.0, max(0.0, until - time.monotonic())))
+
     def watch(self, seconds: float, full: bool, log_lines: int) -> Iterator[Look | Dropped]:
         """Looks until failure or progress is proven, at most `seconds` (all of them when `full`); the last is final."""
         begun = time.monotonic()
         past: list[Snapshot] = []
         while True:
-            try:
-                snapshot = self.ask(0, False)
-            except (UnreachableError, ContainerError) as error:
-                if not past or time.monotonic() - begun >= seconds:
-                    raise
-                yield Dropped(error.message)
-                time.sleep(min(1.0, max(0.0, begun + seconds - time.monotonic())))
-                continue
-            past = [p for p in past if (snapshot.now or 0) - (p.now or 0) < RATES_OVER] + [snapshot]
+            until = begun + seconds if past else begun  # the first connection must succeed
+            snapshot = yield from self._again(lambda: self.ask(0, False), until)
+            past = [p for p in past if abs((snapshot.now or 0) - (p.now or 0)) < RATES_OVER] + [snapshot]
             verdict = judge(snapshot, past[0])
             elapsed = time.monotonic() - begun
             yield Look(snapshot, verdict, elapsed, False)
             if (verdict.decided and not full) or elapsed >= seconds:
                 break
             time.sleep(min(INTERVAL, seconds - elapsed))
-        final = self.look(log_lines, past[0], time.monotonic())
+        until = max(begun + seconds, time.monotonic() + SETTLES)
+        final = yield from self._again(lambda: self.look(log_lines, past[0], time.monotonic()), until)
         yield Look(final.snapshot, final.verdict, elapsed, True)

@@ -16,6 +16,7 @@ from hypothesis import strategies as st
 from dflashctl.errors import ContainerError, NotFoundError, UnreachableError
 from dflashctl.follow import End, Line, Notice, SinceError, Start, _Lines, follow, parse_since
 from dflashctl.remote.session import Session
+from dflashctl.transport.hostkeys import HostKeyError
 from tests.running import Runner, runner, session, wait_for
 
 __all__ = ["runner", "session"]
@@ -30,6 +31,24 @@ def texts(items: list[Any]) -> list[str]:
 def run_follow(runner: Runner, run_id: str | None, start: Start, **options: Any) -> list[Any]:
     options.setdefault("sleep", lambda _: time.sleep(0.02))
     return list(follow(runner.session, run_id, start, **options))
+
+
+def test_a_wrong_host_key_ends_the_following(runner: Runner, session: Session) -> None:
+    """Trying again for ever is for what may come back."""
+    runner.start(session, "a", COUNT.format(n=1000, pause=0.05))
+    opened: list[Session] = []
+
+    def open_session() -> Session:
+        if opened:
+            raise HostKeyError("the host key of pve1 has changed")
+        opened.append(runner.session())
+        return opened[-1]
+
+    items = follow(open_session, "a", Start(offset=0), sleep=lambda _: None)
+    assert isinstance(next(items), Line)
+    os.kill(opened[0].begin["pid"], signal.SIGKILL)
+    with pytest.raises(HostKeyError):
+        list(items)
 
 
 # Cutting bytes into lines
@@ -53,6 +72,7 @@ def test_lines_do_not_depend_on_how_the_bytes_arrive(data: bytes, draw: st.DataO
         done += step
     found += parts.rest()
     assert found == expected
+    assert b"".join(line.raw for line in found) == data
     assert parts.offset == len(data)
     plain = data.replace(b"\r", b"")
     joined = b"".join(line.data + (b"\n" if line.end == "\n" else b"") for line in expected)

@@ -7,6 +7,9 @@ import time
 import pytest
 
 from dflashctl.errors import NotFoundError, UnreachableError
+from dflashctl.snapshot import Snapshot
+from dflashctl.status import judge
+from dflashctl.transport.hostkeys import HostKeyError
 from dflashctl.watch import Dropped, Look, Watcher
 from tests.cli import scripts
 from tests.running import runner, session
@@ -54,6 +57,70 @@ def test_a_dropped_connection_is_opened_again_within_the_wait(start, runner):
     assert Dropped in seen
     assert len(opened) == 2
     assert item.verdict.state == "training"
+
+
+@pytest.mark.parametrize("seconds", [30.0, 0.3])
+def test_the_final_look_is_asked_for_again_when_the_connection_breaks_just_then(start, runner, seconds):
+    """Proof that was seen is not thrown away; and at the very end of a wait there is still a moment for it."""
+    start("trains" if seconds > 1 else "loads", scripts.TRAINS if seconds > 1 else scripts.LOADS)
+    opened = []
+
+    class Breaking(type(runner.session())):
+        def call(self, method, **params):
+            if params.get("want_gpu") and len(opened) == 1:
+                os.kill(self.begin["pid"], signal.SIGKILL)
+            return super().call(method, **params)
+
+    def open_session():
+        opened.append(runner.session())
+        opened[-1].__class__ = Breaking
+        return opened[-1]
+
+    with Watcher(open_session, None) as watcher:
+        items = list(watcher.watch(seconds, False, 5))
+    assert len(opened) == 2
+    assert isinstance(items[-2], Dropped)
+    assert items[-1].final
+    assert items[-1].verdict.state == ("training" if seconds > 1 else "warming")
+
+
+def test_a_wrong_host_key_ends_the_wait(start, runner):
+    start("loads", scripts.LOADS)
+    opened = []
+
+    def open_session():
+        if len(opened) == 1:
+            opened.append(None)
+            raise HostKeyError("the host key of pve1 has changed")
+        opened.append(runner.session())
+        return opened[-1]
+
+    def watch_and_break():
+        with Watcher(open_session, None) as watcher:
+            for item in watcher.watch(30.0, False, 5):
+                if isinstance(item, Look):
+                    os.kill(opened[0].begin["pid"], signal.SIGKILL)
+
+    begun = time.monotonic()
+    with pytest.raises(HostKeyError):
+        watch_and_break()
+    assert time.monotonic() - begun < 5
+
+
+def test_a_clock_that_jumps_back_over_there_keeps_no_old_looks(runner, monkeypatch):
+    """What rates are taken from is recent, and memory bounded, whatever the clock says."""
+    clock = iter([1000.0, 1000.5, 10.0, 10.5, 11.0])
+    judged = []
+    watcher = Watcher(runner.session, "a")
+    monkeypatch.setattr("dflashctl.watch.INTERVAL", 0.0)
+    monkeypatch.setattr(watcher, "ask", lambda *_: Snapshot.parse({"run_id": "a", "now": next(clock)}))
+    monkeypatch.setattr(
+        "dflashctl.watch.judge", lambda now, before: judged.append(before.now) or judge(now, before)
+    )
+    looks = watcher.watch(60.0, True, 5)
+    for _ in range(5):
+        next(looks)
+    assert judged == [1000.0, 1000.0, 10.0, 10.0, 10.0]
 
 
 def test_a_connection_that_does_not_come_back_ends_the_wait_with_its_error(start, runner):

@@ -6,8 +6,9 @@ import re
 import threading
 import time
 from abc import ABC, abstractmethod
-from collections.abc import Sequence
+from collections.abc import Callable, Sequence
 from dataclasses import dataclass
+from typing import TypeVar
 
 from dflashctl.errors import DflashError, PreflightError
 
@@ -28,6 +29,30 @@ class Result:
     exit_code: int | None
     stdout: bytes
     stderr: bytes
+
+
+Answer = TypeVar("Answer")
+
+
+def within(seconds: float, ask: Callable[[], Answer]) -> Answer:
+    """The answer of a call that knows no timeout. Raises what it raises, and TimeoutError; it then goes on unheard."""
+    answers: list[Answer] = []
+    errors: list[Exception] = []
+
+    def run() -> None:
+        try:
+            answers.append(ask())
+        except Exception as error:  # raised to the caller
+            errors.append(error)
+
+    thread = threading.Thread(target=run, name="within", daemon=True)
+    thread.start()
+    thread.join(seconds)
+    if errors:
+        raise errors[0]
+    if not answers:
+        raise TimeoutError(f"no answer within {seconds:g} s")
+    return answers[0]
 
 
 class Tail:

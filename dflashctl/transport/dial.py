@@ -5,7 +5,6 @@ from __future__ import annotations
 import logging
 import socket
 import subprocess
-import threading
 import time
 from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass, field, replace
@@ -15,6 +14,7 @@ from typing import TYPE_CHECKING
 from dflashctl.config import Host
 from dflashctl.errors import UnreachableError
 from dflashctl.transport import hostkeys
+from dflashctl.transport.base import within
 from dflashctl.transport.login import log_in
 from dflashctl.transport.sshconfig import Endpoint, jump_host, resolve
 
@@ -191,31 +191,21 @@ def _tcp(endpoint: Endpoint, limit: float) -> socket.socket:
 
 
 def _addresses(endpoint: Endpoint, limit: float) -> list[tuple]:
-    """getaddrinfo knows no timeout, so it runs beside."""
-    outcome: list[list[tuple] | OSError] = []
-
-    def ask() -> None:
-        try:
-            outcome.append(socket.getaddrinfo(endpoint.address, endpoint.port, type=socket.SOCK_STREAM))
-        except OSError as error:
-            outcome.append(error)
-
-    resolver = threading.Thread(target=ask, name="resolver", daemon=True)
-    resolver.start()
-    resolver.join(limit)
-    if not outcome:
+    try:
+        return within(
+            limit, lambda: socket.getaddrinfo(endpoint.address, endpoint.port, type=socket.SOCK_STREAM)
+        )
+    except TimeoutError:
         raise UnreachableError(
             f"the name {endpoint.address} was not resolved within {limit:g} s",
             hint="check the network, VPN and DNS",
-        )
-    found = outcome[0]
-    if isinstance(found, OSError):
+        ) from None
+    except OSError as error:
         raise UnreachableError(
-            f"no address for the name {endpoint.address}: {found.strerror}",
+            f"no address for the name {endpoint.address}: {error.strerror}",
             where=f"host {endpoint.name}",
             hint="check its spelling in hosts.toml and ~/.ssh/config, and that DNS or VPN is up",
-        ) from found
-    return found
+        ) from error
 
 
 def _no_tcp(endpoint: Endpoint, error: OSError | None, limit: float) -> UnreachableError:

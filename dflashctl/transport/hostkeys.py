@@ -16,6 +16,10 @@ from pathlib import Path
 from dflashctl.errors import UnreachableError
 
 
+class HostKeyError(UnreachableError):
+    """A host shows a key that it must not have. Trying again is no cure."""
+
+
 @dataclass(frozen=True)
 class KnownKey:
     """One line of a known_hosts file. `marker` is "", "@revoked" or "@cert-authority"."""
@@ -102,13 +106,13 @@ def verify(
     """Let the host `name`, which shows a key of type `kind`, pass, or raise UnreachableError.
 
     A known key passes. An unknown one passes when `accept_new`, or when `confirm(question)` says yes, and
-    is then added to `add_to`. One that differs from what is known, or is revoked, never passes.
+    is then added to `add_to`. One that differs from what is known, or is revoked, never passes: HostKeyError.
     """
     print_of = fingerprint(blob)
     mine = [k for k in keys if k.matches(name)]
     for known in mine:
         if known.marker == "@revoked" and known.blob == blob:
-            raise UnreachableError(
+            raise HostKeyError(
                 f"the host key of {name} is revoked ({print_of})",
                 where=f"{known.file}:{known.line}",
                 hint="do not log in; ask who runs the host for its new key",
@@ -119,7 +123,7 @@ def verify(
     if plain:
         same = [k for k in plain if k.kind == kind]
         known = (same or plain)[0]
-        raise UnreachableError(
+        raise HostKeyError(
             f"the host key of {name} has changed: it shows {print_of} ({kind}), known is {fingerprint(known.blob)}"
             + ("" if same else f" ({known.kind})"),
             where=f"{known.file}:{known.line}",

@@ -8,12 +8,16 @@ from pathlib import Path
 from typing import TYPE_CHECKING
 
 from dflashctl.errors import UnreachableError
+from dflashctl.transport.base import within
 from dflashctl.transport.hostkeys import fingerprint
 from dflashctl.transport.sshconfig import Endpoint
 
 if TYPE_CHECKING:
     from paramiko import AgentKey, PKey
     from paramiko import Transport as Connection
+
+AGENT_PATIENCE = 3.0
+"""Seconds for the agent to list its keys."""
 
 DEFAULT_FILES = ("id_ed25519", "id_ecdsa", "id_rsa")
 
@@ -50,10 +54,13 @@ def gather(endpoint: Endpoint) -> Identities:
     from paramiko import Agent, SSHException
 
     found = Identities()
+    agent_keys: list[AgentKey] = []
     try:
-        agent_keys = list(Agent().get_keys())
-    except SSHException:  # the socket leads nowhere
-        agent_keys = []
+        agent_keys = within(AGENT_PATIENCE, lambda: list(Agent().get_keys()))
+    except SSHException:
+        pass  # the socket leads nowhere
+    except TimeoutError:  # such as one that was forwarded over a connection that died since
+        found.unusable.append("the agent (it does not answer)")
     found.agent_answers = bool(agent_keys)
     files = endpoint.identities or tuple(Path.home() / ".ssh" / name for name in DEFAULT_FILES)
     if endpoint.identities:

@@ -21,6 +21,7 @@ from paramiko import SSHException
 
 from dflashctl.config import Host
 from dflashctl.errors import ConnectionLostError, ExitCode, UnreachableError
+from dflashctl.transport import login
 from dflashctl.transport.base import Channel
 from dflashctl.transport.hostkeys import fingerprint, read
 from dflashctl.transport.ssh import SshTransport, _closed_after
@@ -251,6 +252,19 @@ def test_the_agents_keys(server: Server) -> None:
     add_to_agent(server.key)
     with SshTransport(server.host(identity_file=None)) as ssh:
         ssh.connect()
+
+
+def test_an_agent_that_never_answers(server: Server, tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    """As one that was forwarded over a connection that hangs: key files go on working, and errors tell."""
+    monkeypatch.setattr(login, "AGENT_PATIENCE", 0.3)
+    monkeypatch.setenv("SSH_AUTH_SOCK", str(tmp_path / "agent"))
+    with socket.socket(socket.AF_UNIX) as mute:
+        mute.bind(str(tmp_path / "agent"))
+        mute.listen()
+        with SshTransport(server.host()) as ssh:
+            ssh.connect()
+        error = refused(SshTransport(server.host(identity_file=None)))
+    assert "the agent (it does not answer)" in error.where
 
 
 @pytest.mark.usefixtures("agent")
