@@ -67,8 +67,11 @@ def look(gpus, workspace, release, wants_gpu, need_bytes, paths):
 
 def writable(workspace):
     """True, or why files can't be made there. An absent workspace will be made where its parent allows it."""
-    if os.path.exists(workspace) and not os.path.isdir(workspace):
-        return f"{workspace} is not a folder"
+    nearest = workspace
+    while not os.path.lexists(nearest):
+        nearest = os.path.dirname(nearest)
+    if not os.path.isdir(nearest):
+        return f"{nearest} is not a folder"
     for folder in (store.runs_dir(workspace), os.path.dirname(store.release_dir(workspace, "x"))):
         there = store.existing(folder)
         if not os.access(there, os.W_OK | os.X_OK):
