@@ -372,7 +372,7 @@ class _Case:
             f.cls,
             confidence,
             title.format_map(values),
-            _where(f),
+            _where(f, self.facts.get("gpu_pci")),
             Place(f.file, f.line, f.text),
             tuple(
                 Place(f.file, line, text)
@@ -401,7 +401,8 @@ class _Values(dict[str, str]):
         return {"gpu": "memory", "tried": "", "module": "see the line", "python": "python"}.get(key, "")
 
 
-def _where(f: Finding) -> str:
+def _where(f: Finding, buses: Any) -> str:
+    """Worker, rank, thread and GPU. buses: PCI address of each GPU, in the order of their indices."""
     parts = []
     if f.rank is not None:
         parts.append(f"rank {f.rank}")
@@ -409,7 +410,16 @@ def _where(f: Finding) -> str:
         parts.append(f"thread {f.thread}")
     if "gpu" in f.captures:
         parts.append(f"GPU {f.captures['gpu']}")
+    if "pci" in f.captures:
+        at = _slot(f.captures["pci"])
+        known = [_slot(str(bus)) for bus in buses] if isinstance(buses, (list, tuple)) else []
+        parts.append(f"GPU {known.index(at)} (PCI {at})" if at in known else f"the GPU at PCI {at}")
     return ", ".join(parts)
+
+
+def _slot(address: str) -> str:
+    """`41:00` of `PCI:0000:41:00` or `00000000:41:00.0`."""
+    return ":".join(address.strip().lower().split(".")[0].split(":")[-2:])
 
 
 def _numbers(value: Any) -> list[float | None]:

@@ -134,3 +134,15 @@ def test_nothing_to_read_is_said(tmp_path: Path) -> None:
         diagnose_paths([tmp_path])
     with pytest.raises(FileNotFoundError):
         diagnose_paths([tmp_path / "none.log"])
+
+
+def test_a_kernel_log_names_the_gpu(tmp_path: Path) -> None:
+    log, dmesg = write(
+        tmp_path,
+        run=STEPS,
+        dmesg="[9.1] NVRM: Xid (PCI:0000:41:00): 79, pid=0, GPU has fallen off the bus.\n",
+    )
+    facts = {"process_alive": False, "exit_code": 1}
+    found = diagnose_paths([log, dmesg], {**facts, "gpu_pci": ["00000000:3B:00.0", "00000000:41:00.0"]})
+    assert (found.class_, found.where) == ("gpu-fell-off-bus", "GPU 1 (PCI 41:00)")
+    assert diagnose_paths([log, dmesg], facts).where == "the GPU at PCI 41:00"
