@@ -84,9 +84,7 @@ def launch(
     session.open()
     release = deploy.collect()
     variables = {**host.environment, **(environment or {})}
-    if (
-        "CUDA_VISIBLE_DEVICES" in variables
-    ):  # it renumbers them, and every check here would look at the wrong GPU
+    if "CUDA_VISIBLE_DEVICES" in variables:  # it renumbers them: every check here would look at another GPU
         raise ConfigError(
             "CUDA_VISIBLE_DEVICES can't be set for a run",
             hint="name the GPUs instead: [devices] in the training config, or `devices` of the host in hosts.toml",
@@ -96,39 +94,28 @@ def launch(
     facts = preflight(session, host, profile, release, variables)
     notes = judge(facts, profile, host, session.transport.label, force=force)
     plan = Plan(session, host, profile, release, variables, resume_dir, grace, force)
+    run_id, state, deployed = None, {}, False
     first = name or next(runs.candidates(profile.stem, time.time()))
-    if dry_run:
-        return Launched(
-            None,
-            runs.run_dir(host.workspace, first),
-            {},
-            release.hash,
-            False,
-            profile,
-            facts,
-            notes,
-            plan.commands(first, facts),
-            session.start_seconds,
-            time.monotonic() - begun,
-        )
-    deployed = False
-    if not facts["release_present"]:
-        tell(f"sending the trainer ({release.size / 1e6:.1f} MB)")
-        deployed = deploy.deploy(session, release)
-    tell("starting")
-    answer = plan.start(name)
-    if answer["note"]:
-        notes = [*notes, answer["note"]]
+    path = runs.run_dir(host.workspace, first)
+    if not dry_run:
+        if not facts["release_present"]:
+            tell(f"sending the trainer ({release.size / 1e6:.1f} MB)")
+            deployed = deploy.deploy(session, release)
+        tell("starting")
+        answer = plan.start(name)
+        run_id, path, state = answer["run_id"], answer["path"], answer["state"]
+        if answer["note"]:
+            notes = [*notes, answer["note"]]
     return Launched(
-        answer["run_id"],
-        answer["path"],
-        answer["state"],
+        run_id,
+        path,
+        state,
         release.hash,
         deployed,
         profile,
         facts,
         notes,
-        plan.commands(answer["run_id"], facts),
+        plan.commands(run_id or first, facts),
         session.start_seconds,
         time.monotonic() - begun,
     )
