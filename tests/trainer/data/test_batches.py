@@ -69,6 +69,21 @@ def test_epochs_and_seeds_differ():
     assert rows(make(lengths), 1) != rows(make(lengths, seed=1), 0)
 
 
+def test_rows_are_in_other_company_each_epoch():
+    """One bucket of rows: it is not only the order of fixed batches that changes."""
+    plan = make([10] * 100)
+    n = plan.batches_per_epoch
+    first, second = ({frozenset(plan.batch(e * n + k).rows.tolist()) for k in range(n)} for e in (0, 1))
+    assert len(first & second) < n / 2
+
+
+def test_no_more_than_two_epochs_are_kept():
+    plan = make([10] * 100)
+    for k in range(0, 9 * plan.batches_per_epoch, plan.batches_per_epoch):
+        plan.batch(k)
+    assert len(plan._epochs) <= 2
+
+
 def test_batches_of_one_bucket_are_spread_over_the_epoch():
     plan = make([10] * 100 + [140] * 100)
     lengths = [plan.batch(k).length for k in range(plan.batches_per_epoch)]
