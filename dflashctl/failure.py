@@ -59,6 +59,6 @@ def _reported(s: Snapshot) -> Diagnosis | None:
         where=worker,
         root=root,
         cause=rest,
-        advice=fixes,
+        advice=fixes or ("mend what it names",),
         retry="not as it is",
     )

@@ -67,7 +67,7 @@ def load(path: Path | None, environ: Mapping[str, str], cwd: Path) -> Hosts:
 def parse(text: str, file: Path | None, environ: Mapping[str, str]) -> Hosts:
     """Build Hosts from the text of a hosts file. Raises ConfigError."""
     source = Source(text, file)
-    raw = source.parse()
+    raw = source.parse("hosts.example.toml")
     top = Table(source, raw, ())
     top.only("default_host", "hosts")
     hosts: dict[str, Host] = {}

@@ -4,21 +4,15 @@ from __future__ import annotations
 
 import json
 import re
-import sys
 from collections.abc import Mapping
 from dataclasses import dataclass
 from pathlib import Path, PurePosixPath
 from typing import Any
 
-from dflashctl import deploy
+from dflashctl import deploy, tomlfile
 from dflashctl.config import Host, LocalHost
 from dflashctl.errors import ConfigError
 from trainer import config as trainer_config
-
-if sys.version_info >= (3, 11):
-    import tomllib
-else:
-    import tomli as tomllib
 
 PATHS = (("target", "model"), ("data", "path"), ("evaluate", "prompts"))
 """Settings that name files."""
@@ -71,11 +65,16 @@ def load_profile(path: Path | None, host: Host, *, text: str | None = None, orig
     file = path or bundled_profile()
     origin = origin or str(file if path else "bundled:tiny/train.toml")
     try:
-        raw = tomllib.loads(file.read_text("utf-8") if text is None else text)
+        raw = tomlfile.Source(file.read_text("utf-8") if text is None else text, Path(origin)).parse(
+            "README.md"
+        )
     except FileNotFoundError:
-        raise ConfigError("no such training config", where=str(file), hint="check --config") from None
-    except (OSError, UnicodeDecodeError, tomllib.TOMLDecodeError) as error:
-        raise ConfigError(f"the training config can't be read: {error}", where=str(file)) from error
+        hint = "check --config; README.md shows a whole one"
+        raise ConfigError("no such training config", where=str(file), hint=hint) from None
+    except (OSError, UnicodeDecodeError) as error:
+        why = error.strerror if isinstance(error, OSError) else error
+        hint = "name a TOML file with --config"
+        raise ConfigError(f"the training config can't be read: {why}", where=str(file), hint=hint) from error
     stem = file.stem if path else "tiny"
     base = str(file.resolve().parent) if isinstance(host, LocalHost) else host.workspace
     try:

@@ -20,12 +20,13 @@ else:
 
 @dataclass(frozen=True)
 class Source:
-    """The text of a hosts file, for messages with line numbers."""
+    """The text of a TOML file, for messages with line numbers."""
 
     text: str
     file: Path | None
 
-    def parse(self) -> dict[str, Any]:
+    def parse(self, example: str) -> dict[str, Any]:
+        """The tables. Raises ConfigError, which names the line and a file that shows how it is done."""
         try:
             return tomllib.loads(self.text)
         except tomllib.TOMLDecodeError as error:
@@ -36,7 +37,7 @@ class Source:
             raise ConfigError(
                 f"not valid TOML: {reason}",
                 where=f"{self.file}:{line}",
-                hint="strings need quotes, tables [brackets]; see hosts.example.toml",
+                hint=f"strings need quotes, tables [brackets]; see {example}",
             ) from error
 
     def where(self, path: tuple[str, ...]) -> str:

@@ -344,6 +344,10 @@ def test_what_the_trainer_reports_stands_where_the_log_shows_nothing_known():
         ("give --tokenizer the target",),
     )
     assert verdict.advice == "give --tokenizer the target"
+    failed["error"] = said.partition("  fix:")[0]
+    verdict = judge(phases(made, failed=[failed]))
+    assert verdict.advice == "mend what it names", "the same command alone would fail again"
+    assert "After that: dflashctl launch" in verdict.work
 
 
 @pytest.mark.parametrize("loss", [math.nan, math.inf])

@@ -24,7 +24,11 @@ def read(settings: Sequence[str], file: Path | None) -> dict[str, str]:
         try:
             text = file.read_text("utf-8")
         except (OSError, UnicodeDecodeError) as error:
-            raise ConfigError(f"the environment file can't be read: {error}", where=str(file)) from error
+            why = error.strerror if isinstance(error, OSError) else error
+            hint = "name a file of K=V lines with --env-file"
+            raise ConfigError(
+                f"the environment file can't be read: {why}", where=str(file), hint=hint
+            ) from error
         for number, line in enumerate(text.splitlines(), 1):
             if line.strip() and not line.lstrip().startswith("#"):
                 name, value, why = _pair(line.strip())
