@@ -6,7 +6,7 @@ import re
 from collections.abc import Mapping
 from typing import TYPE_CHECKING, Any
 
-from dflashctl.config import Host
+from dflashctl.config import Host, LocalHost
 from dflashctl.errors import PreflightError
 
 if TYPE_CHECKING:
@@ -50,7 +50,7 @@ def judge(facts: Mapping[str, Any], profile: Profile, host: Host, label: str, *,
     failures = [
         *_modules(facts["modules"], host, label),
         *_workspace(facts, host, label),
-        *_paths(facts, label),
+        *_paths(facts, host, label),
         *_devices(facts, profile, label),
     ]
     busy = _busy(facts, profile, label)
@@ -111,8 +111,10 @@ def _workspace(facts: Mapping[str, Any], host: Host, label: str) -> list[tuple[s
     return []
 
 
-def _paths(facts: Mapping[str, Any], label: str) -> list[tuple[str, str]]:
+def _paths(facts: Mapping[str, Any], host: Host, label: str) -> list[tuple[str, str]]:
     hint = "correct the path in the training config, or put the files there"
+    if not isinstance(host, LocalHost):
+        hint += f"; paths are those of {host.name}, relative ones begin at its workspace"
     return [(f"{path} does not exist on {label}", hint) for path in facts["missing_paths"]]
 
 

@@ -7,7 +7,7 @@ from typing import Any
 
 import pytest
 
-from dflashctl.config import PctHost
+from dflashctl.config import LocalHost, PctHost
 from dflashctl.errors import PreflightError
 from dflashctl.preflight import judge
 from dflashctl.profile import Profile, load_profile
@@ -163,3 +163,11 @@ def test_a_run_that_lives_there_is_named() -> None:
 def test_several_failures_are_all_told() -> None:
     error = refused(facts(writable="permission denied: /workspace", missing_paths=["/a", "/b"]))
     assert error.where == "also: /a does not exist on ct200 on pve1; /b does not exist on ct200 on pve1"
+
+
+def test_a_missing_path_says_whose_paths_they_are() -> None:
+    there = refused(facts(missing_paths=["/workspace/chat.jsonl"])).hint
+    assert there.endswith("paths are those of ct200, relative ones begin at its workspace")
+    with pytest.raises(PreflightError) as caught:
+        judge(facts(missing_paths=["/x"]), profile(), LocalHost("local"), "local", force=False)
+    assert caught.value.hint == "correct the path in the training config, or put the files there"
