@@ -80,6 +80,8 @@ class Bench:
         self.batch = self._batch()
         self.loss = torch.zeros((), device=device.torch)
         self.first_loss: Tensor | None = None
+        self.phases: Phases = []
+        """What was measured last."""
 
     def _make_target(self) -> Target:
         from transformers import AutoModelForCausalLM
@@ -245,15 +247,16 @@ class _dense_attention:
         attention.anchor_mask = self._mask
 
 
-def measure(bench: Bench, variant: str, steps: int, seconds: float, profile: bool) -> dict[str, Any]:
+def measure(bench: Bench, variant: str, steps: int, seconds: float) -> dict[str, Any]:
     """Time `steps` steps of a variant, but no longer than `seconds` after the warm-up: medians, ms."""
     clock, cuda = Clock(bench.device.torch), bench.device.cuda
+    bench.phases = []  # its memory goes before the next one's is taken
     gc.collect()
     if cuda:
         torch.cuda.empty_cache()
         torch.cuda.reset_peak_memory_stats()
     began = time.perf_counter()
-    phases = bench.step(variant)
+    phases = bench.phases = bench.step(variant)
     for _ in range(3):
         for _, run in phases:
             run()
@@ -295,18 +298,17 @@ def measure(bench: Bench, variant: str, steps: int, seconds: float, profile: boo
     if cuda:
         result["peak_gib"] = round(torch.cuda.max_memory_allocated() / 2**30, 1)
         result["reserved_gib"] = round(torch.cuda.max_memory_reserved() / 2**30, 1)
-    if profile:
-        result["kernels"] = _kernels(phases, cuda)
     return result
 
 
-def _kernels(phases: Phases, cuda: bool) -> list[tuple[str, float, int]]:
+def _kernels(bench: Bench) -> list[tuple[str, float, int]]:
     """The 40 kernels (operations, on the CPU) that take longest in one step: name, ms, calls."""
     from torch.profiler import ProfilerActivity
 
+    cuda = bench.device.cuda
     activities = [ProfilerActivity.CUDA] if cuda else [ProfilerActivity.CPU]
     with torch.profiler.profile(activities=activities) as profiler:
-        for _, run in phases:
+        for _, run in bench.phases:
             run()
         if cuda:
             torch.cuda.synchronize()
@@ -389,16 +391,23 @@ def run(args: argparse.Namespace) -> int:
             for variant in variants:
                 result = _result(bench, variant, args, report["matmul_tflops"])
                 report["results"].append(result)
-                if args.json:
-                    args.json.write_text(json.dumps(report, indent=1) + "\n", "utf-8")
+                _write(args.json, report)
                 print(_line(result), flush=True)
+                if args.profile and "error" not in result:
+                    result["kernels"] = _kernels(bench)
+                    _write(args.json, report)
     return 0
+
+
+def _write(path: Path | None, report: dict[str, Any]) -> None:
+    if path is not None:
+        path.write_text(json.dumps(report, indent=1) + "\n", "utf-8")
 
 
 def _result(bench: Bench, variant: str, args: argparse.Namespace, limit: float) -> dict[str, Any]:
     result: dict[str, Any] = {"variant": variant, "batch": bench.work.batch}
     try:
-        result |= measure(bench, variant, args.steps, args.seconds, args.profile)
+        result |= measure(bench, variant, args.steps, args.seconds)
     except torch.cuda.OutOfMemoryError as error:
         return result | {"error": str(error).splitlines()[0]}
     flops = useful_flops(bench.shape, bench.work.sequence, bench.work.anchors)
