@@ -27,12 +27,11 @@ LAST_DELAY = 30.0
 
 @dataclass(frozen=True)
 class Start:
-    """Where to begin: the last `lines`, or `ago` seconds back, or at `since` (epoch), or at a byte `offset`."""
+    """Where to begin: the last `lines`, or `ago` seconds back, or at `since` (epoch)."""
 
     lines: int | None = None
     ago: float | None = None
     since: float | None = None
-    offset: int | None = None
 
 
 @dataclass(frozen=True)
@@ -151,7 +150,6 @@ def follow(
             ("lines", start.lines),
             ("ago", start.ago),
             ("since", start.since),
-            ("offset", start.offset),
         )
         if value is not None
     }

@@ -165,12 +165,10 @@ class Agent:
         folder = store.find_run(workspace, run_id)
         return {"run_id": os.path.basename(folder), **control.stop(folder, grace, self.sleep)}
 
-    def do_snapshot(
-        self, workspace, run_id=None, log_lines=20, log_offset=None, log_inode=None, want_gpu=True
-    ):
+    def do_snapshot(self, workspace, run_id=None, log_lines=20, want_gpu=True):
         known = store.run_ids(workspace)
         run = self.probe_of(workspace, run_id)
-        facts = run.read(log_lines, log_offset, log_inode)
+        facts = run.read(log_lines)
         pid = facts["process"].get("pid") if facts["process"].get("trainer_alive") else None
         return {
             "now": time.time(),

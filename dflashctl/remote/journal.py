@@ -92,8 +92,8 @@ def shown(line):
     return line[:LINE_LIMIT].decode("utf-8", "replace") + cut
 
 
-def log_tail(path, lines, offset=None, inode=None, counter=None):
-    """The `log` part of a snapshot: the last `lines` lines, or those since `offset` of the file with that inode.
+def log_tail(path, lines, counter=None):
+    """The `log` part of a snapshot: the last `lines` lines.
 
     `counter`: a LineCounter, kept from call to call, that numbers the lines.
     """
@@ -106,8 +106,6 @@ def log_tail(path, lines, offset=None, inode=None, counter=None):
     try:
         info = os.fstat(fd)
         start = tail_offset(fd, info.st_size, lines)
-        if offset is not None and inode in (None, info.st_ino) and offset <= info.st_size:
-            start = max(start, offset)
         data = os.pread(fd, min(info.st_size - start, TAIL_BUDGET), start)
         complete = data[: data.rfind(b"\n") + 1]
         texts = [shown(part) for part in data.split(b"\n")]

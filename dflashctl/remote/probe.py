@@ -157,14 +157,12 @@ class RunProbe:
         self.counter = journal.LineCounter()
         self.tree = ((), 0.0)
 
-    def read(self, log_lines, log_offset=None, log_inode=None):
+    def read(self, log_lines):
         """Manifest, state, process, log and events."""
         state, process = self.read_process()
         manifest = supervisor.read_json(os.path.join(self.folder, "manifest.json"))
         part = {"manifest": manifest, "state": state, "process": process}
-        part["log"] = journal.log_tail(
-            os.path.join(self.folder, "run.log"), log_lines, log_offset, log_inode, self.counter
-        )
+        part["log"] = journal.log_tail(os.path.join(self.folder, "run.log"), log_lines, self.counter)
         part["events"] = self.events.read()
         return part
 
