@@ -66,7 +66,8 @@ def judge(facts: Mapping[str, Any], profile: Profile, host: Host, label: str, *,
 
 
 def _modules(modules: Mapping[str, Any], host: Host, label: str) -> list[tuple[str, str]]:
-    install = f"install the trainer's needs there: {host.python} -m pip install {NEEDS}"
+    install = f"install the trainer's needs there: {host.python} -m pip install {NEEDS};"
+    install += " or set `python` of this host in hosts.toml to one that has them (README.md: how to make it)"
     if why := modules.get("unread"):
         return [
             (

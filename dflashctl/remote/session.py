@@ -343,8 +343,11 @@ class Session:
             return PreflightError(
                 f"{self.python} on {self.transport.label} did not run dflashctl's agent: it ended with exit code "
                 f"{result.exit_code}",
-                where=error.where,
-                hint="set `python` of this host in hosts.toml to a Python 3.9+; if it is one, log in there and run it",
+                where=error.where
+                if len(error.where) < 300
+                else f"{error.where[:300]} ...",  # our program, echoed
+                hint="set `python` of this host in hosts.toml to a Python with the trainer's packages; if it is one, log in "
+                "there and run it",
             )
         return error
 

@@ -35,7 +35,7 @@ def launched(found: Launched, label: str, terminal: Terminal) -> list[str]:
         return [
             *out,
             "",
-            "would run:",
+            f"would run on {harmless(label)}:",
             *(f"  {harmless(line)}" for line in found.commands),
             "",
             "nothing was started",

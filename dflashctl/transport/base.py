@@ -255,7 +255,7 @@ def explain_program(result: Result, label: str) -> DflashError:
         )
         return PreflightError(
             f"{found['name']} {why} on {label}",
-            hint="set `python` of this host in hosts.toml to the absolute path of a Python 3.9+ there",
+            hint="set `python` of this host in hosts.toml to the absolute path of a Python with the trainer's packages there",
             where=text.splitlines()[-1],
         )
     said = text.splitlines()[-1] if text else ""

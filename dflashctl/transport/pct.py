@@ -170,7 +170,7 @@ class PctTransport(Transport):
         return PreflightError(
             f"{found['program']} {why} on {self.label}",
             where=line,
-            hint="set python of the host in hosts.toml to the absolute path of a Python 3.9+ in the container",
+            hint="set python of the host in hosts.toml to the path of a Python with the trainer's packages in the container",
         )
 
     def _tainted(self, found: re.Match[str], line: str) -> DflashError:

@@ -90,6 +90,7 @@ def test_dry_runs_say_what_is_taken_show_commands_and_hide_secrets(bare_cli):
     assert "HF_TOKEN=***" in shown.stdout
     assert "s3cret" not in shown.stdout + shown.stderr
     assert "-m trainer train" in shown.stdout
+    assert "\nwould run on local:\n" in shown.stdout
     assert shown.stdout.endswith("nothing was started\n")
     assert not list((bare_cli.home / "data").glob("**/runs/*"))
 

@@ -121,6 +121,13 @@ def test_what_is_no_python_is_named_with_what_it_said(
     assert "hosts.toml" in caught.value.hint
 
 
+def test_what_echoes_our_program_is_cut_short(runner: Runner, tmp_path: Path) -> None:
+    python = stand_in_python(tmp_path, 'echo "$@" | tr "\\n" " " >&2; exit 2\n')  # as `ls` and the like do
+    with pytest.raises(PreflightError, match="did not run") as caught:
+        runner.session(python=python).open()
+    assert 0 < len(caught.value.where) < 310
+
+
 def test_the_program_fits_python_3_9() -> None:
     """No syntax newer than 3.9 runs over there."""
     import ast
