@@ -10,7 +10,9 @@ import contextlib
 import io
 import json
 import os
+import re
 import signal
+import subprocess
 import sys
 import textwrap
 import time
@@ -34,10 +36,12 @@ from dflashctl.remote.control import active_runs
 from dflashctl.remote.session import Session
 from dflashctl.remote.store import Refusal
 from dflashctl.stop import stop
+from tests.cli import scripts
+from tests.cli.conftest import Cli, bare_cli, cli
 from tests.running import Runner, runner, session
 from tests.test_launch import host, modules, trainer
 
-__all__ = ["host", "modules", "runner", "session", "trainer"]
+__all__ = ["bare_cli", "cli", "host", "modules", "runner", "session", "trainer"]
 
 FILES = ("state.json", "manifest.json", "events.jsonl", "run.log", "log.index", "stop.json", "config.toml")
 
@@ -192,7 +196,7 @@ def test_whatever_lies_in_place_of_a_file_no_question_hangs(
         listed = session.call("list", timeout=3.0, limit=50)["runs"]
         assert "healthy" in [row["run_id"] for row in listed]
         assert session.begin["pid"] == pid, f"{kind} as {name} ended the agent"
-    assert time.monotonic() - begun < 8
+    assert time.monotonic() - begun < 20
 
 
 # What comes over the line.
@@ -233,7 +237,7 @@ def test_a_login_that_prints_for_ever_is_given_up(runner: Runner, tmp_path: Path
     begun = time.monotonic()
     with pytest.raises(UnreachableError, match="did not answer within 1 s"):
         runner.session(python=str(python), timeout=1.0).open()
-    assert time.monotonic() - begun < 3
+    assert time.monotonic() - begun < 10
 
 
 def test_noise_does_not_put_off_the_end_of_a_wait(runner: Runner, tmp_path: Path) -> None:
@@ -383,3 +387,100 @@ def test_a_stop_cut_off_is_carried_through(
         stop(session, "a", grace=1.0)
     assert "carried through" in caught.value.hint
     assert runner.ended("a", 5)["killed_after_grace"] is True
+
+
+# What comes from a host onto a person's terminal, and where a person sends it.
+
+EVIL = r"""
+import json, os, subprocess, sys
+if "-I" not in sys.argv:
+    os.execv(sys.executable, [sys.executable, *sys.argv[1:]])
+agent = subprocess.Popen([sys.executable, *sys.argv[1:]], stdout=subprocess.PIPE)
+KEPT = {"run_id", "data", "status", "standing", "event", "code", "boot", "boot_id", "config_toml", "executable", "id"}
+def evil(value, key=None):
+    if isinstance(value, str) and key not in KEPT:
+        return value[:1] + "\x1b]0;owned\x07\x1b[31m\x9b2J\u202e\r\n\x08" + value[1:]
+    if isinstance(value, list):
+        return [evil(item) for item in value]
+    return {name: evil(item, name) for name, item in value.items()} if isinstance(value, dict) else value
+for line in agent.stdout:
+    mark, brace, text = line.partition(b"{")
+    os.write(1, mark + json.dumps(evil(json.loads(brace + text))).encode() + b"\n")
+"""
+CONTROL = re.compile("[\x00-\x09\x0b-\x1f\x7f-\x9f\u202a-\u202e]")
+
+
+@pytest.fixture
+def evil(cli: Cli, tmp_path: Path) -> Cli:
+    """The host `here`, every text of whose answers holds terminal sequences."""
+    (tmp_path / "evil.py").write_text(EVIL)
+    (tmp_path / "python").write_text(f'#!/bin/sh\nexec {sys.executable} {tmp_path}/evil.py "$@"\n')
+    (tmp_path / "python").chmod(0o755)
+    file = cli.home / "hosts.toml"
+    file.write_text(file.read_text().replace(f'python = "{sys.executable}"', f'python = "{tmp_path}/python"'))
+    return cli
+
+
+def test_no_text_of_a_host_controls_the_terminal(evil: Cli, runner: Runner, session: Session) -> None:
+    for run_id, script in (("crash", scripts.CRASHES), ("hostile", scripts.HOSTILE)):
+        runner.start(session, run_id, script)
+    runner.ended("crash")
+    for code, *command in (
+        (3, "status", "crash", "--wait", "1", "--full"),
+        (5, "status", "hostile"),
+        (6, "status", "none"),
+        (3, "logs", "-f", "crash"),
+        (0, "ls"),
+        (3, "status", "crash", "--json"),
+        (0, "launch", "--dry-run"),
+        (0, "stop", "hostile"),
+    ):
+        shown = evil(*command)
+        assert shown.returncode == code, (command, shown)
+        assert shown.stdout + shown.stderr
+        assert "unexpected" not in shown.stderr
+        assert CONTROL.findall(shown.stdout + shown.stderr) == [], command
+
+
+def test_streams_that_are_closed_or_full(cli: Cli, runner: Runner, session: Session) -> None:
+    """Closed ones lose what was for them and nothing else; a full disk under stdout is told, and never by Python at exit."""
+    runner.start(session, "a")
+    runner.ended("a")
+
+    def shell(redirections: str, run_id: str) -> tuple[int, str]:
+        command = f"{sys.executable} -m dflashctl status {run_id} {redirections}"
+        done = subprocess.run(
+            ["/bin/sh", "-c", command],
+            cwd=cli.home,
+            env=cli.environment,
+            capture_output=True,
+            text=True,
+            timeout=60,
+        )
+        return done.returncode, done.stdout + done.stderr
+
+    assert shell("<&-", "a")[0] == 0
+    assert "FINISHED" in shell("<&-", "a")[1]
+    assert shell(">&-", "a") == (0, "")
+    assert shell("<&- >&- 2>&-", "a") == (0, "")
+    assert shell("2>&-", "none") == (6, "")
+    assert shell("2>/dev/full", "none") == (6, "")
+    code, said = shell(">/dev/full", "a")
+    assert (code, said.splitlines()[0]) == (1, "error: the output can't be written: No space left on device")
+    assert "Exception" not in said
+
+
+def test_a_thousand_runs_are_listed_in_a_moment(tmp_path: Path) -> None:
+    events = "".join(json.dumps({"t": n, "event": "step", "step": n}) + "\n" for n in range(100))
+    for number in range(970):
+        folder = tmp_path / "dflash" / "runs" / f"old-{number}"
+        folder.mkdir(parents=True)
+        (folder / "manifest.json").touch()
+    for number in range(30):
+        lay(tmp_path, f"run-{number}", events=events)
+    ask = questions(tmp_path, "run-7")
+    begun = time.process_time()
+    assert ask["list"]()["runs_known"] == 1000
+    ask["snapshot"]()
+    ask["active"]()
+    assert time.process_time() - begun < 1.0

@@ -60,7 +60,19 @@ def options(
 
 def main() -> NoReturn:
     """Run the command line and exit with its code."""
+    _fill_streams()
     sys.exit(run(sys.argv[1:]))
+
+
+def _fill_streams() -> None:
+    """A standard stream that the caller closed (`>&-`, some cron and service managers) leads to /dev/null."""
+    for fd, name in enumerate(("stdin", "stdout", "stderr")):
+        if getattr(sys, name) is None:
+            null = os.open(os.devnull, os.O_RDWR)
+            if null != fd:
+                os.dup2(null, fd)
+                os.close(null)
+            setattr(sys, name, os.fdopen(fd, "r" if fd == 0 else "w", closefd=False, encoding="utf-8"))
 
 
 def run(args: list[str]) -> int:

@@ -37,7 +37,7 @@ def screen(
         if state.ended is not None and state.stop_requested is not None:
             took = f" in {duration(state.ended - state.stop_requested)}"
         said = f"stopped{took}: {how}; no process is left"
-    lines = wrap(said, terminal.columns, "  ", head)
+    lines = wrap(harmless(said), terminal.columns, "  ", head)
     if stopped.was_running:
         words = harmless(f"{going_on['advice']}   {going_on['work']}")
         lines += wrap(words, terminal.columns, "          ", "next      ")

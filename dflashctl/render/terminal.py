@@ -8,6 +8,7 @@ from collections.abc import Iterable, Mapping
 from dataclasses import dataclass
 from typing import TextIO
 
+from dflashctl.errors import DflashError
 from dflashctl.render.text import crop
 
 COLUMNS = 100
@@ -64,9 +65,14 @@ class Terminal:
             else:
                 self.stream.buffer.write(data)
             self.stream.flush()
-        except BrokenPipeError:
+        except OSError as error:  # what is still buffered must not fail again at exit
             self.closed = True
             os.dup2(os.open(os.devnull, os.O_WRONLY), self.stream.fileno())
+            if not isinstance(error, BrokenPipeError) and self.stream is not sys.stderr:
+                raise DflashError(
+                    f"the output can't be written: {error.strerror}",
+                    hint="free some space there, or write elsewhere",
+                ) from error
 
     def transient(self, words: str = "") -> None:
         """On a terminal, a line that the next one replaces; without words, it is cleared. Elsewhere nothing."""
