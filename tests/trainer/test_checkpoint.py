@@ -55,6 +55,23 @@ def test_what_is_saved_is_read(tmp_path: Path) -> None:
     assert json.loads((path / "drafter.json").read_text()) == {"block_size": 8}
 
 
+def test_all_is_on_the_disk_before_it_has_a_checkpoints_name(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """A power cut leaves no `step-*` with holes: files and their folder are flushed, then renamed, then the name is."""
+    order: list[str] = []
+    fsync, rename = os.fsync, Path.rename
+    monkeypatch.setattr(os, "fsync", lambda fd: (order.append(os.readlink(f"/proc/self/fd/{fd}")), fsync(fd)))
+    monkeypatch.setattr(Path, "rename", lambda a, b: (order.append(f"{a} -> {b}"), rename(a, b))[1])
+    path = _save(tmp_path, 7)
+    folder = path.parent
+    hidden = f"{folder}/.tmp-{path.name}"
+    renamed = order.index(f"{hidden} -> {path}")
+    assert set(order[:renamed]) == {hidden, *(f"{hidden}/{file.name}" for file in path.iterdir())}
+    assert order[renamed - 1] == hidden
+    assert order[renamed + 1] == str(folder)
+
+
 def test_keeps_the_newest(tmp_path: Path) -> None:
     for step in (10, 20, 30, 40):
         _save(tmp_path, step, keep=3)
