@@ -98,7 +98,7 @@ class RuntimeConfig:
     """How steps are executed."""
 
     compile: str = "auto"  # auto | on | off; auto: on for CUDA
-    cuda_graphs: str = "auto"  # auto | explicit | off
+    cuda_graphs: str = "auto"  # explicit: workers capture their steps (CUDA only); auto, off: they do not
     drafter_dtype: str = "auto"  # auto | float32 | bfloat16: compute dtype; masters are float32
 
 
