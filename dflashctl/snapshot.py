@@ -68,6 +68,7 @@ class State:
     exit_code: int | None = None
     signal: str = ""
     stop_requested: float | None = None
+    stopped_by: str = ""
     killed_after_grace: bool = False
     peak_memory_bytes: int | None = None
     oom_kills: int = 0
@@ -86,6 +87,7 @@ class State:
             exit_code=whole(raw.get("exit_code")),
             signal=text(raw.get("signal")),
             stop_requested=finite(raw.get("stop_requested")),
+            stopped_by=text(raw.get("stopped_by")),
             killed_after_grace=raw.get("killed_after_grace") is True,
             peak_memory_bytes=whole(raw.get("peak_memory_bytes")),
             oom_kills=whole(raw.get("oom_kills")) or 0,

@@ -20,6 +20,9 @@ from dflashctl.recovery import again, mended
 from dflashctl.snapshot import Snapshot, State, Step, finite, text, whole
 from dflashctl.words import count, duration, size
 
+STOPPED_BY_US = "dflashctl stop"
+"""Who the supervisor names when we asked; anybody else is named by what came."""
+
 HEARTBEAT_OLD = 30.0
 """Seconds without a supervisor heartbeat (it writes one every 5 s) after which we say so."""
 
@@ -163,10 +166,9 @@ def _ended(s: Snapshot, state: State, phase: str) -> Verdict:
         terminated or said == "stopped" or state.killed_after_grace or signal == "SIGKILL" or code == 137
     ):
         forced = state.killed_after_grace or signal == "SIGKILL" or code == 137
-        reason = "as asked" + (", killed after the grace period" if forced else "") + _joined(after)
-        return _verdict("stopped", phase, reason, rests_on=rests, **again(s))
+        return _stopped(s, state, phase, forced, after, rests)
     if code == 0 and not signal:
-        return _exited_zero(s, phase, said, asked, after, rests)
+        return _exited_zero(s, state, phase, said, after, rests)
     found = explain(s, facts)
     going_on = again(s)
     if found.verdict == "stopped":
@@ -178,10 +180,20 @@ def _ended(s: Snapshot, state: State, phase: str) -> Verdict:
     return _verdict("failed", phase, reason, diagnosis=found, rests_on=rests, **mended(going_on, found))
 
 
-def _exited_zero(s: Snapshot, phase: str, said: str, asked: bool, after: str, rests: str) -> Verdict:
+def _stopped(s: Snapshot, state: State, phase: str, forced: bool, after: str, rests: str) -> Verdict:
+    """It ended in order; whether that was wanted is for who asked: a machine's shutdown is not."""
+    by = state.stopped_by
+    ours = by in ("", STOPPED_BY_US)
+    reason = "as asked" if ours else f"by {by}"
+    reason += (", killed after the grace period" if forced else "") + _joined(after)
+    code = ExitCode.OK if ours else ExitCode.FAILED
+    return _verdict("stopped", phase, reason, exit_code=int(code), rests_on=rests, **again(s))
+
+
+def _exited_zero(s: Snapshot, state: State, phase: str, said: str, after: str, rests: str) -> Verdict:
     last = s.events.steps[-1] if s.events.steps else None
-    if said == "stopped" or (asked and said != "finished"):
-        return _verdict("stopped", phase, "as asked" + _joined(after), rests_on=rests, **again(s))
+    if said == "stopped" or (state.stop_requested is not None and said != "finished"):
+        return _stopped(s, state, phase, False, after, rests)
     if said == "failed":
         return _verdict(
             "failed", phase, "the trainer reported failure, with exit code 0", rests_on=rests, **again(s)
@@ -392,7 +404,10 @@ def _notes(s: Snapshot, now: float, state: str) -> tuple[str, ...]:
                 f"the supervisor has been silent for {duration(silent)} (a heartbeat is due every 5 s)"
             )
     if record is not None and state == "stopped" and record.boot and s.boot and record.boot != s.boot:
-        notes.append(f"{_rebooted(s, record)} rebooted since: the shutdown may be what stopped it")
+        told = record.stopped_by == STOPPED_BY_US
+        notes += (
+            [] if told else [f"{_rebooted(s, record)} rebooted since: the shutdown may be what stopped it"]
+        )
     if record is not None and record.oom_kills > 0 and state not in ("failed", "lost"):
         notes.append(f"memory kills in the container since launch: {record.oom_kills}")
     if state == "lost" and (kills := whole(s.cgroup.get("oom_kills"))):

@@ -11,8 +11,9 @@ from hypothesis import strategies as st
 
 from dflashctl.errors import ExitCode
 from dflashctl.pace import stall_limit
+from dflashctl.remote import supervisor
 from dflashctl.snapshot import Snapshot
-from dflashctl.status import EXIT_CODES, judge
+from dflashctl.status import EXIT_CODES, STOPPED_BY_US, judge
 
 FIXTURES = {
     p.stem: json.loads(p.read_text()) for p in (Path(__file__).parent / "render/snapshots").glob("*.json")
@@ -237,6 +238,19 @@ def test_a_reboot_is_told_as_exactly_as_it_is_known():
 def test_a_stop_before_a_reboot_may_have_been_the_shutdown():
     assert not judge(snap("stopped")).notes
     assert "may be what stopped it" in judge(snap("stopped", boot="other-boot:1")).notes[0]
+    assert not judge(snap("stopped", boot="other-boot:1", state__stopped_by="dflashctl stop")).notes
+
+
+@pytest.mark.parametrize("change", [{}, {"exit_code": 0}, {"signal": "SIGKILL", "killed_after_grace": True}])
+def test_a_shutdown_of_the_machine_is_not_a_stop_as_asked(change):
+    made = snap("stopped")
+    made["state"].update(stopped_by=STOPPED_BY_US, **change)
+    assert (judge(made).reason[:8], judge(made).exit_code) == ("as asked", 0)
+    made["state"]["stopped_by"] = supervisor.OUTSIDE
+    verdict = judge(made)
+    assert (verdict.state, verdict.exit_code) == ("stopped", 3)
+    assert verdict.reason.startswith("by a signal from outside (shutdown of the machine, or systemctl stop)")
+    assert "launch --resume" in verdict.advice
 
 
 def test_a_recycled_boot_never_makes_an_ended_run_lost():

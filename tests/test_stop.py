@@ -6,6 +6,7 @@ import pytest
 
 from dflashctl.errors import NotFoundError
 from dflashctl.remote.session import Session
+from dflashctl.status import STOPPED_BY_US
 from dflashctl.stop import stop
 from tests.running import Runner, runner, session, wait_for
 
@@ -29,7 +30,7 @@ def test_the_newest_run_is_stopped_with_time_to_save(runner: Runner, session: Se
     stopped = stop(session)
     assert (stopped.run_id, stopped.was_running, stopped.killed, stopped.lost) == ("b", True, False, False)
     assert stopped.state["exit_code"] == 143
-    assert stopped.state["stopped_by"] == "dflashctl stop"
+    assert stopped.state["stopped_by"] == STOPPED_BY_US
     assert "saved" in log.read_text()
 
 
