@@ -7,7 +7,7 @@ from itertools import repeat
 
 from dflashctl.diagnose import lines as ln
 from dflashctl.diagnose.scanner import Scanner, opens_something
-from dflashctl.diagnose.signatures import Signatures
+from dflashctl.diagnose.signatures import Signatures, any_of
 
 CHUNK = 1 << 19
 """Bytes read at a time."""
@@ -32,6 +32,7 @@ class Reader:
         self._number = first_line - 1
         self._carry = b""
         self._kinds: dict[bytes, int] = {}
+        self._telling = any_of([*_WORDS, *signatures.stems])
 
     def feed(self, data: bytes) -> None:
         """The next bytes, of any number."""
@@ -126,10 +127,10 @@ class Reader:
         if not raw[:1].isalpha() or b"\x1b" in raw or b"[" in raw or b"|" in raw or b"]: " in raw:
             return False
         first, _, rest = raw.partition(b" ")
-        low = raw.lower()
-        if not rest or first.endswith(b":") or b"." in first or any(word in low for word in _WORDS):
+        if self._signatures.any_line or not rest or first.endswith(b":") or b"." in first:
             return False
-        return not self._signatures.may_match(low.decode("utf-8", "replace"))
+        text = raw.decode("utf-8", "replace").lower()
+        return not self._telling.search(text)
 
 
 class _Lines:
@@ -154,9 +155,50 @@ class _Lines:
 
 # each line that opens something, or shows progress, holds one of these (tests compare with reading line by line)
 _WORDS = tuple(
-    b"error exception traceback fatal fail abort assert panic cannot unable died crash train finished completed reached"
-    b" compil inductor autotun torch root cause worker dflash step iter update epoch loss killed lost violation unsupported"
-    b" mismatch stopped notfound timeout resources fault exit interrupt group".split()
+    [
+        "error",
+        "exception",
+        "traceback",
+        "fatal",
+        "fail",
+        "abort",
+        "assert",
+        "panic",
+        "cannot",
+        "unable",
+        "died",
+        "crash",
+        "train",
+        "finished",
+        "completed",
+        "reached",
+        "compil",
+        "inductor",
+        "autotun",
+        "torch",
+        "root",
+        "cause",
+        "worker",
+        "dflash",
+        "step",
+        "iter",
+        "update",
+        "epoch",
+        "loss",
+        "killed",
+        "lost",
+        "violation",
+        "unsupported",
+        "mismatch",
+        "stopped",
+        "notfound",
+        "timeout",
+        "resources",
+        "fault",
+        "exit",
+        "interrupt",
+        "group",
+    ]
 )
 
 

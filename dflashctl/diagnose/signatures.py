@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import re
 import sys
+from collections.abc import Iterable
 from dataclasses import dataclass
 from functools import lru_cache
 from pathlib import Path
@@ -64,8 +65,9 @@ class Signatures:
                 for scope in pattern.scopes:
                     self._scoped[scope].append((signature, pattern))
         loose = [pattern for scope in ("line", "warn", "hint") for _, pattern in self._scoped[scope]]
-        self._stems = _shortest({stem for pattern in loose for stem in pattern.needs})
-        self._any_line = any(not pattern.needs for pattern in loose)
+        self.stems = _shortest({stem for pattern in loose for stem in pattern.needs})
+        self._gate = any_of(self.stems)
+        self.any_line = any(not pattern.needs for pattern in loose)
 
     def match(self, text: str, *scopes: str) -> tuple[Signature, Pattern, dict[str, str]] | None:
         """The first signature that matches `text` in one of the scopes (strong patterns before weak ones), and its captures."""
@@ -85,8 +87,7 @@ class Signatures:
 
     def may_match(self, text: str) -> bool:
         """Whether a line with this text, whatever its digits, could match in a scope of loose lines."""
-        low = text.lower()
-        return self._any_line or any(stem in low for stem in self._stems)
+        return self.any_line or bool(self._gate.search(text.lower()))
 
 
 _BREAKS = frozenset("0123456789.,+-")
@@ -122,6 +123,24 @@ def _needs(tree: Any) -> set[str] | None:
         if inner:
             options.append(inner)
     return max(options, key=lambda stems: min(map(len, stems)), default=None)
+
+
+def any_of(words: Iterable[str]) -> re.Pattern[str]:
+    """A regex that finds any of the words, with their beginnings shared: several times as fast as one after another."""
+    tree: dict[str, Any] = {}
+    for word in words:
+        node = tree
+        for char in word:
+            node = node.setdefault(char, {})
+        node[""] = True
+
+    def written(node: dict[str, Any]) -> str:
+        if "" in node:
+            return ""
+        parts = [re.escape(char) + written(rest) for char, rest in node.items()]
+        return parts[0] if len(parts) == 1 else f"(?:{'|'.join(parts)})"
+
+    return re.compile(written(tree))
 
 
 def _shortest(stems: set[str]) -> tuple[str, ...]:
