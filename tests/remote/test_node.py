@@ -16,6 +16,8 @@ from dflashctl import follow, hostsfile, stop
 from dflashctl.errors import ConnectionLostError, ContainerError, PreflightError
 from dflashctl.remote import supervisor
 from dflashctl.remote.session import Session
+from dflashctl.snapshot import Snapshot
+from dflashctl.status import judge
 from dflashctl.transport import transport_for
 from tests.running import wait_for
 from tests.testhost import Container, FaultyProxy, Lab, Node
@@ -254,6 +256,9 @@ def test_a_shutdown_of_the_container_stops_the_run_with_grace(own_container: tup
         == "a signal from outside (shutdown of the machine, or systemctl stop)"
     )
     assert snapshot["log"]["lines"] == ["ready", "saved"]
+    verdict = judge(Snapshot.parse(snapshot))
+    assert (verdict.state, verdict.exit_code) == ("stopped", 3)  # nobody asked for it
+    assert "shutdown of the machine" in verdict.reason
 
 
 def test_odd_characters_in_the_path_reach_the_unit_unchanged(
