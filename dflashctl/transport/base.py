@@ -245,7 +245,7 @@ _NO_PROGRAM = (
 
 
 def explain_program(result: Result, label: str) -> DflashError:
-    """What can be said of a program that failed on `label` from its stderr alone."""
+    """What can be said of a program that failed on `label` from its words alone."""
     text = result.stderr.decode("utf-8", "replace").strip()
     if found := next(filter(None, (pattern.search(text) for pattern in _NO_PROGRAM)), None):
         why = (
@@ -258,7 +258,8 @@ def explain_program(result: Result, label: str) -> DflashError:
             hint="set `python` of this host in hosts.toml to the absolute path of a Python with the trainer's packages there",
             where=text.splitlines()[-1],
         )
-    said = text.splitlines()[-1] if text else ""
+    # a login that is not allowed in (nologin, "Please login as ...") says so on stdout
+    said = (text or result.stdout.decode("utf-8", "replace").strip()).rpartition("\n")[2].strip()
     how = (
         "ended without a code (killed, or the connection broke)"
         if result.exit_code is None
