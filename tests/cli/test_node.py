@@ -79,8 +79,8 @@ def test_the_demo_in_the_container_ends_with_a_measured_acceptance(there):
     untrained, trained = phases["evaluation"]
     assert (untrained["what"], trained["what"]) == ("untrained", "trained")
     assert trained["identical"] == trained["prompts"] >= 8
-    assert trained["acceptance_length"] >= (4.0 if steps >= 600 else 1.5)
-    assert trained["acceptance_length"] > untrained["acceptance_length"] + 0.3
+    assert trained["acceptance_length"] >= (4.0 if steps >= 600 else 1.3)
+    assert trained["acceptance_length"] > untrained["acceptance_length"] + 0.2
     assert f"{trained['acceptance_length']:.2f} tokens a cycle, measured on" in there("status").stdout
 
 
