@@ -37,6 +37,15 @@ def explain(s: Snapshot, facts: Mapping[str, Any]) -> Diagnosis:
     return found
 
 
+def behind_stall(s: Snapshot) -> Diagnosis | None:
+    """The error that a run stands still after, where its log shows one: a rank that died, and others that wait for it."""
+    lines = (line.encode("utf-8", "replace") for line in s.log.lines)
+    silent = {"process_alive": True, "seconds_since_last_line": 1.0, "stall_after_s": 0.0}
+    found = diagnose(lines, silent, first_line=s.log.first_line or 1)
+    hangs = found.class_ is None or found.class_.startswith("hang-")
+    return None if hangs or found.root is None else found
+
+
 def _reported(s: Snapshot) -> Diagnosis | None:
     """The trainer's own `failed` event: a message, where it has them a place and a `fix:` line."""
     event = (s.events.phases.get("failed") or ({},))[0]

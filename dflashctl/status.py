@@ -13,7 +13,7 @@ from typing import Any
 
 from dflashctl.diagnose import Diagnosis
 from dflashctl.errors import ExitCode
-from dflashctl.failure import explain
+from dflashctl.failure import behind_stall, explain
 from dflashctl.pace import STALL_FLOOR, read_rate, remaining, stall_limit
 from dflashctl.phases import PHASE_WORDS, Rung, doing, ladder, last_event, phase_of, progress
 from dflashctl.recovery import again, mended
@@ -87,6 +87,8 @@ def judge(snapshot: Snapshot | Mapping[str, Any], previous: Snapshot | None = No
         verdict = _ended(s, s.state, phase)
     else:
         verdict = _gone(s, s.state, now, phase) or _living(s, s.state, previous, now, phase)
+    if verdict.state == "stalled" and verdict.diagnosis is None:
+        verdict = replace(verdict, diagnosis=behind_stall(s))
     return replace(
         verdict,
         ladder=ladder(s),

@@ -98,7 +98,8 @@ class Watcher:
         while True:
             snapshot = self.ask(log_lines, True)
             verdict = judge(snapshot, previous)
-            if verdict.diagnosis is not None and log_lines < DIAGNOSED_LINES:
+            wanted = verdict.diagnosis is not None or verdict.state == "stalled"
+            if wanted and log_lines < DIAGNOSED_LINES:
                 log_lines = DIAGNOSED_LINES
             elif verdict.settling and time.monotonic() - begun < SETTLES:
                 time.sleep(INTERVAL)

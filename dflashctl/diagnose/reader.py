@@ -154,52 +154,15 @@ class _Lines:
 
 
 # each line that opens something, or shows progress, holds one of these (tests compare with reading line by line)
-_WORDS = tuple(
-    [
-        "error",
-        "exception",
-        "traceback",
-        "fatal",
-        "fail",
-        "abort",
-        "assert",
-        "panic",
-        "cannot",
-        "unable",
-        "died",
-        "crash",
-        "train",
-        "finished",
-        "completed",
-        "reached",
-        "compil",
-        "inductor",
-        "autotun",
-        "torch",
-        "root",
-        "cause",
-        "worker",
-        "dflash",
-        "step",
-        "iter",
-        "update",
-        "epoch",
-        "loss",
-        "killed",
-        "lost",
-        "violation",
-        "unsupported",
-        "mismatch",
-        "stopped",
-        "notfound",
-        "timeout",
-        "resources",
-        "fault",
-        "exit",
-        "interrupt",
-        "group",
-    ]
+# fmt: off
+_WORDS = (
+    "error", "exception", "traceback", "fatal", "fail", "abort", "assert", "panic", "cannot", "unable",
+    "died", "crash", "train", "finished", "completed", "reached", "compil", "inductor", "autotun", "torch",
+    "root", "cause", "worker", "dflash", "step", "iter", "update", "epoch", "loss", "killed", "lost",
+    "violation", "unsupported", "mismatch", "stopped", "notfound", "timeout", "resources", "fault", "exit",
+    "interrupt", "group", "restart", "relaunch", "requeue", "outofmemory",
 )
+# fmt: on
 
 
 def _newest_steps(codes: bytearray, start: int, stop: int) -> list[int]:

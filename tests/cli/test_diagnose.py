@@ -86,7 +86,7 @@ def test_what_cannot_be_read_is_an_error_that_names_it(args: list[str]) -> None:
 
 
 def test_escapes_of_the_log_do_not_reach_the_terminal() -> None:
-    log = b"Traceback (most recent call last):\n  File \"t.py\", line 1, in <module>\n"
+    log = b'Traceback (most recent call last):\n  File "t.py", line 1, in <module>\n'
     log += b"ValueError: \x1b]0;owned\x07 \x1b[2J bad \x9b31m\n"
     _, out, _ = run("-", stdin=log)
     assert "\x1b" not in out

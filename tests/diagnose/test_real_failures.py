@@ -239,6 +239,25 @@ def test_a_deadlock(runs: Runs) -> None:
     runs.session.call("stop", run_id="deadlock", grace=0.1)
 
 
+def test_a_rank_died_and_the_others_wait(runs: Runs) -> None:
+    script = """
+    def rank1():
+        raise KeyError("labels")
+    threading.Thread(target=rank1, name="target-1").start()
+    threading.Event().wait(60)
+    """
+    runs.start("waits", script, warmup={"start": 0.5, "dataset": 0.5})
+
+    def stalled() -> Verdict | None:
+        verdict = runs.look("waits")[1]
+        return verdict if verdict.state == "stalled" else None
+
+    verdict = wait_for(stalled, 20)
+    assert verdict.diagnosis is not None
+    assert (verdict.diagnosis.class_, verdict.diagnosis.where) == ("thread-died", "thread target-1")
+    runs.session.call("stop", run_id="waits", grace=0.1)
+
+
 def test_a_loss_that_is_no_number(runs: Runs) -> None:
     script = """
     with open(run + "/events.jsonl", "a") as events:
