@@ -121,6 +121,15 @@ def test_the_manifest_says_what_was_launched(runner: Runner, session: Session, h
     assert not environ.exists() or b"HF_TOKEN=hf_hidden" in environ.read_bytes()
 
 
+def test_a_typed_variable_wins_over_the_hosts(
+    runner: Runner, session: Session, host: Host, trainer: Path
+) -> None:
+    (trainer / "__main__.py").write_text("import os; print(os.environ['HOST_SECRET'], os.environ['TYPED'])")
+    go(session, host, name="mine", environment={"HOST_SECRET": "typed", "TYPED": "too"})
+    runner.ended("mine")
+    assert (runner.run_dir("mine") / "run.log").read_text() == "typed too\n"
+
+
 def test_a_name_is_taken_once(session: Session, host: Host) -> None:
     assert go(session, host, name="mine").run_id == "mine"
     with pytest.raises(runs.RunExistsError, match="a run named mine exists already") as caught:
