@@ -205,19 +205,24 @@ class Plan:
         )
         try:
             return start()
-        except ConnectionLostError as lost:
-            # It may have been started. Asked again under the same launch_id, the agent answers for that run and makes no
-            # second one.
-            try:
-                return start()
-            except PreflightError:
-                raise  # refused: it does not run
-            except DflashError as error:
-                raise type(error)(
-                    f"the connection broke while {run_id} was being started, so it may run: {error.message}",
-                    where=lost.where,
-                    hint=f"before launching again, look with  dflashctl status {run_id} -H {self.host.name}",
-                ) from error
+        except ConnectionLostError:
+            pass
+        # It may have been started. Asked again under the same launch_id, the agent answers for that run and makes no second.
+        try:
+            self.session.open()
+        except DflashError as error:
+            raise self.in_doubt(run_id, error) from error
+        try:
+            return start()
+        except ConnectionLostError as error:
+            raise self.in_doubt(run_id, error) from error
+
+    def in_doubt(self, run_id: str, error: DflashError) -> ConnectionLostError:
+        return ConnectionLostError(
+            f"the connection broke while {run_id} was being started, so it may run: {error.message}",
+            where=error.where,
+            hint=f"before launching again, look with  dflashctl status {run_id} -H {self.host.name}",
+        )
 
     def commands(self, run_id: str, facts: Mapping[str, Any]) -> list[str]:
         """What is run over there, one a line, secrets hidden."""
