@@ -9,6 +9,9 @@ from dflashctl.diagnose import Diagnosis
 from dflashctl.snapshot import Snapshot, finite, text, whole
 from dflashctl.words import count, duration
 
+AFTER_THAT = " After that: "
+"""Parts, in a verdict's `work`, what is left from the command to go on with."""
+
 
 def again(s: Snapshot) -> dict[str, Any]:
     """What to type to go on, and what was lost: from the last checkpoint, or from the beginning."""
@@ -47,5 +50,5 @@ def mended(going_on: dict[str, Any], found: Diagnosis) -> dict[str, Any]:
     return {
         **going_on,
         "advice": "; ".join(found.advice),
-        "work": f"{retry}{going_on['work']} After that: {going_on['advice']}",
+        "work": f"{retry}{going_on['work']}{AFTER_THAT}{going_on['advice']}",
     }

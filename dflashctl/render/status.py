@@ -9,6 +9,7 @@ from collections.abc import Sequence
 from dflashctl.diagnose import Diagnosis
 from dflashctl.errors import ExitCode
 from dflashctl.phases import Rung
+from dflashctl.recovery import AFTER_THAT
 from dflashctl.render.gpus import gpu_lines
 from dflashctl.render.terminal import Terminal
 from dflashctl.render.text import crop, harmless, pad, width, wrap
@@ -178,7 +179,9 @@ def _log(snapshot: Snapshot, lines: int, terminal: Terminal) -> list[str]:
 def ending(verdict: Verdict, terminal: Terminal) -> list[str]:
     """What it rests on, what to do now, and the exit code beside the last line."""
     rests = [("rests on", verdict.rests_on, ())] if verdict.rests_on else []
-    work = [("retry" if verdict.diagnosis else "work", verdict.work, ())] if verdict.work else []
+    left, _, then = verdict.work.partition(AFTER_THAT)  # a command stands on a line of its own, to be copied
+    work = [("retry" if verdict.diagnosis else "work", left, ())] if left else []
+    work += [("then", then, ())] if then else []
     act = (
         [("wait:" if verdict.act == "wait" else "do", verdict.advice, ("bold", "cyan"))]
         if verdict.act
