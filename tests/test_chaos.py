@@ -287,6 +287,24 @@ def test_a_slow_line_is_not_a_silent_one(runner: Runner, tmp_path: Path) -> None
         assert session.call("list", timeout=1.0)["runs"] == []
 
 
+def test_ctrl_c_leaves_a_silent_line_at_once(runner: Runner, tmp_path: Path) -> None:
+    code = """
+    def send_frame(line, mark, frame):
+        send(line)
+        if frame.get("item"): time.sleep(60)
+    """
+    session = runner.session(python=tampering(tmp_path, code))
+    runner.start(session, "a", "import time; time.sleep(60)")
+    items = session.stream("follow", run_id="a", lines=1)
+    next(items)
+    timer = threading.Timer(0.3, os.kill, (os.getpid(), signal.SIGINT))
+    begun = time.monotonic()
+    timer.start()
+    with pytest.raises(KeyboardInterrupt):
+        next(items)
+    assert time.monotonic() - begun < 4
+
+
 @pytest.mark.parametrize(
     ("sent", "words"),
     [

@@ -212,8 +212,10 @@ class Session:
                     return
                 if "item" in frame:
                     yield frame["item"]
-        except ConnectionLostError:
+        except (ConnectionLostError, KeyboardInterrupt):  # who wants to leave does not wait for a farewell
             done = True
+            self.close()
+            self.close()
             raise
         finally:
             if not done and self._channel is not None:
@@ -224,7 +226,7 @@ class Session:
             self._write(json.dumps({"cancel": number}).encode() + b"\n")
             while self._next(5.0).get("id") != number:
                 pass
-        except ConnectionLostError:
+        except (ConnectionLostError, KeyboardInterrupt):  # who wants to leave does not wait for a farewell
             self.close()
 
     def _send(self, method: str, params: dict[str, Any], payload: bytes) -> int:
