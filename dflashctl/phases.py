@@ -85,7 +85,7 @@ def ladder(s: Snapshot) -> tuple[Rung, ...]:
     rungs.append(_rung("dataset", dataset, f"{count(samples)} samples" if samples is not None else ""))
     listed = buckets.get("buckets")
     padding = finite(buckets.get("padding"))
-    detail = f"{len(listed)} buckets" if isinstance(listed, list) else ""
+    detail = f"{len(listed)} bucket{'s' if len(listed) != 1 else ''}" if isinstance(listed, list) else ""
     detail += f", {padding * 100:.1f} % padding" if padding is not None else ""
     rungs.append(_rung("buckets", buckets, detail.removeprefix(", ")))
     for name, event, word in (("targets", "target_ready", "loaded"), ("drafters", "drafter_ready", "ready")):
