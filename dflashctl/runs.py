@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import getpass
 import hashlib
+import os
 import re
 import shutil
 import socket
@@ -94,10 +95,18 @@ def manifest(
         "devices": {kind: list(names) for kind, names in devices.items()},
         "warmup": dict(warmup),
         "environment": sorted(environment),
-        "client": f"{getpass.getuser()}@{socket.gethostname()}",
+        "client": f"{user_name()}@{socket.gethostname()}",
         "resume": resume,
         "launch_id": launch_id,
     }
+
+
+def user_name() -> str:
+    """Who launches; the number of a user without a name, as in a container that runs under any."""
+    try:
+        return getpass.getuser()
+    except (KeyError, OSError):  # the latter from Python 3.13
+        return str(os.getuid())
 
 
 def source_state(root: Path) -> dict[str, str | None] | None:

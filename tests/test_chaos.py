@@ -11,6 +11,7 @@ import functools
 import io
 import json
 import os
+import pwd
 import re
 import signal
 import subprocess
@@ -630,3 +631,20 @@ def test_a_deploy_that_is_cut_leaves_nothing_and_the_next_succeeds(server: Serve
             proxy.delay(0.0)
             assert deploy.deploy(session, release) is True
     assert os.listdir(folder) == [release.hash]
+
+
+def test_a_user_without_a_name(
+    host: Host, runner: Runner, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """A container may run under a number that no passwd file knows, on our side and on the other."""
+    for name in ("USER", "LOGNAME", "LNAME", "USERNAME"):
+        monkeypatch.delenv(name, raising=False)
+    monkeypatch.setattr(pwd, "getpwuid", lambda number: {}[number])
+    altered = [(name, text.replace("pwd.getpwuid(", "{}.__getitem__(")) for name, text in sessions._sources()]
+    monkeypatch.setattr(sessions, "_sources", lambda: altered)
+    with runner.session() as session:
+        assert session.begin["user"] == str(os.geteuid())
+        launched = launch(session, host, load_profile(None, host))
+    assert runner.ended(str(launched.run_id))["exit_code"] == 0
+    manifest = json.loads((runner.run_dir(str(launched.run_id)) / "manifest.json").read_text())
+    assert manifest["client"].startswith(f"{os.getuid()}@")

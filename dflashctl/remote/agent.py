@@ -9,7 +9,6 @@ import contextlib
 import json
 import os
 import platform
-import pwd
 import select
 import signal
 import socket
@@ -329,15 +328,15 @@ def begin():
         "python": platform.python_version(),
         "executable": sys.executable,
         "pid": os.getpid(),
-        "user": pwd.getpwuid(os.geteuid()).pw_name,
+        "user": control.login()[0],
         "boot_id": supervisor.boot_identity(),
         "hostname": socket.gethostname(),
     }
 
 
 def main(header):
-    entry = pwd.getpwuid(os.geteuid())
-    os.environ.update(HOME=entry.pw_dir, USER=entry.pw_name, LOGNAME=entry.pw_name)
+    user, home = control.login()
+    os.environ.update(HOME=home, USER=user, LOGNAME=user)
     os.umask(0o022)
     signal.signal(signal.SIGINT, signal.SIG_IGN)  # Ctrl-C over there is told to us by the end of stdin
     out = os.dup(1)

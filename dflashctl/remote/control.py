@@ -25,6 +25,15 @@ FOREIGN = ("SSH_", "DBUS_", "XDG_SESSION", "SUDO_")
 """Beginnings of variables that belong to the login and not to the run."""
 
 
+def login():
+    """(name, home) of the user we run as; in a container that may be a number with neither."""
+    try:
+        entry = pwd.getpwuid(os.geteuid())
+    except KeyError:
+        return str(os.geteuid()), os.environ.get("HOME", "/")
+    return entry.pw_name, entry.pw_dir
+
+
 def has_systemd():
     """Whether a transient unit can be made: PID 1 is systemd and we may talk to it."""
     return (
@@ -83,7 +92,7 @@ def start(workspace, run_id, manifest, config_toml, argv, environment, grace, cl
     workspace = os.path.abspath(os.path.expanduser(workspace))
     run_dir = os.path.join(store.runs_dir(workspace), run_id)
     environment = trainer_environment(os.environ, environment, argv)
-    user = pwd.getpwuid(os.geteuid()).pw_name
+    user, _ = login()
     manifest = {**manifest, "run_id": run_id, "argv": argv, "user": user, "created": time.time()}
     unit = unit_name(run_id) if has_systemd() else None
     spec = {"argv": argv, "cwd": workspace, "environment": environment, "grace": grace}
