@@ -219,10 +219,12 @@ class _Case:
 
     def _unmeasured(self) -> Diagnosis:
         """No facts: only what the log itself proves."""
-        kept = [f for f in self._kept(living=False) if not f.steps]
+        kept = self._kept(living=False)
+        if all(f.steps for f in kept):
+            kept = []  # it went on after each of them, and no end is in sight
         if self._finished() and all(self._before_finish(f) for f in kept):
             return self._say("finished", None, confidence="likely")
-        root = self._root([f for f in kept if not f.weak])
+        root = self._root([f for f in kept if not f.weak or (f.kind == "exception" and f.top_level)])
         if root is not None:
             group = self.signatures.by_name[root.cls].group if root.cls in self.signatures.by_name else ""
             return self._say(

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import pytest
 
+from dflashctl.diagnose import diagnose
 from tests.diagnose import report
 
 
@@ -39,6 +40,16 @@ def test_nothing_benign_is_called_failed(scores: list[report.Score]) -> None:
         assert s.found.verdict == s.case.verdict
         assert s.found.class_ is None
         assert s.found.root is None
+
+
+def test_the_log_alone_names_the_failure_too() -> None:
+    for case in report.corpus():
+        found = diagnose(case.log.split(b"\n"))
+        if case.class_ is None:
+            assert found.verdict != "failed", case.name
+        elif case.verdict in ("failed", "stopped"):
+            line = found.root.line if found.root else None
+            assert (found.class_, found.verdict, line) == (case.class_, case.verdict, case.line), case.name
 
 
 @pytest.mark.parametrize("case", report.ours(), ids=lambda case: case.name)

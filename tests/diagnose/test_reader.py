@@ -45,7 +45,10 @@ def test_by_shape_as_by_line(case: report.Case, cuts: int) -> None:
     assert told(by_shape(case.log, cuts), case.facts) == told(by_line(case.log), case.facts)
 
 
-@pytest.mark.parametrize("case", CASES[::3], ids=lambda case: case.name)
+# a stall's root is the last progress, which the steps before it would be
+@pytest.mark.parametrize(
+    "case", [c for c in CASES if not (c.class_ or "").startswith("hang-")][::3], ids=lambda case: case.name
+)
 def test_after_a_million_ordinary_bytes(case: report.Case) -> None:
     before = b"".join(
         b"step %d | loss %.4f | lr 1.00e-04 | tok/s %d\n" % (i, 3 / (i + 1), i * 37) for i in range(9000)
