@@ -334,7 +334,7 @@ def matmul_limit(device: torch.device) -> float:
 
 
 def mask_ms(bench: Bench) -> float:
-    """Median milliseconds that the mask of one batch takes by itself; it is made once a step, within `draft`."""
+    """Median milliseconds that the mask of one batch takes by itself, uncompiled; it is made once a step, in `draft`."""
     clock, batch, times = Clock(bench.device.torch), bench.batch, []
     for n in range(8):
         begin = clock.now()

@@ -18,7 +18,10 @@ from typing import Any
 
 import torch
 from torch import Tensor
-from torch.nn.attention.flex_attention import BlockMask, create_block_mask, flex_attention
+from torch.nn.attention.flex_attention import BlockMask, flex_attention
+
+TILE = 128
+"""Queries and keys a tile of flex attention's block mask."""
 
 
 @dataclass(frozen=True)
@@ -42,16 +45,60 @@ def anchor_mask(
         lengths: real context tokens a row, `[B]`; None: all S.
     """
     if anchors.device.type == "cuda":
-        create: Any = create_block_mask if torch.compiler.is_compiling() else _compiled(create_block_mask)
-        return create(
-            mask_mod(anchors, valid, block_size, context_length, lengths),
-            anchors.shape[0],
-            None,
-            anchors.shape[1] * block_size,
-            context_length + anchors.shape[1] * block_size,
-            device=anchors.device,
-        )
+        return block_mask(anchors, valid, block_size, context_length, lengths)
     return dense_mask(anchors, valid, context_length, lengths)
+
+
+def block_mask(
+    anchors: Tensor, valid: Tensor, block_size: int, context_length: int, lengths: Tensor | None = None
+) -> BlockMask:
+    """Flex attention's tiles of the mask, from the anchors alone; arguments as in `anchor_mask`.
+
+    PyTorch's `create_block_mask` evaluates the square mask and sorts its tiles; compiled for thousands of queries it
+    does not come to an end in minutes (pytorch/pytorch#182060, PyTorch 2.11). Here a tile of queries is known by the
+    furthest and the nearest context that its blocks see, and tiles are put in order by counting.
+    """
+    a, k, s = anchors.shape[1], block_size, context_length
+    tiles, key_tiles = -(-a * k // TILE), -(-(s + a * k) // TILE)
+    device = anchors.device
+    block = torch.arange(a, device=device)
+    row = torch.arange(tiles, device=device)[:, None]
+    column = torch.arange(key_tiles, device=device)
+    meets = (block * k < (row + 1) * TILE) & (
+        (block + 1) * k > row * TILE
+    )  # [tiles, A]: queries of the block in it
+    own = (block[:, None] * k + s < (column + 1) * TILE) & ((block[:, None] + 1) * k + s > column * TILE)
+    seen = anchors.clamp(max=s) if lengths is None else torch.minimum(anchors, lengths[:, None]).clamp(max=s)
+    seen = torch.where(valid, seen, 0)[:, None]  # [B, 1, A]: context keys that a block sees
+    furthest = torch.where(meets, seen, 0).amax(-1, keepdim=True)
+    nearest = torch.where(meets, seen, s).amin(-1, keepdim=True)
+    nearest = torch.where(
+        (row + 1) * TILE <= a * k, nearest, 0
+    )  # a tile with queries behind the end is never full
+    full = (column + 1) * TILE <= nearest
+    # products of zeros and ones: how many valid blocks have queries in the tile of queries and keys in that of keys
+    owned = (meets & valid[:, None]).float() @ own.float() > 0
+    part = ((column * TILE < furthest) | owned) & ~full
+    part_by_key, full_by_key = part.transpose(1, 2), full.transpose(1, 2)
+    return BlockMask(
+        (a * k, s + a * k),
+        *_in_order(part),
+        *_in_order(full),
+        *_in_order(part_by_key),
+        *_in_order(full_by_key),
+        BLOCK_SIZE=(TILE, TILE),
+        mask_mod=mask_mod(anchors, valid, k, s, lengths),
+    )
+
+
+def _in_order(tiles: Tensor) -> tuple[Tensor, Tensor]:
+    """`[B, n, m]` bool -> how many are set in each row, int32 [B, 1, n], and their columns before the others', int32
+    [B, 1, n, m], both rising."""
+    count = tiles.sum(-1)
+    place = torch.where(tiles, tiles.cumsum(-1) - 1, count[..., None] + (~tiles).cumsum(-1) - 1)
+    column = torch.arange(tiles.shape[-1], device=tiles.device, dtype=torch.int32).expand(tiles.shape)
+    columns = torch.zeros_like(column, memory_format=torch.contiguous_format).scatter(-1, place, column)
+    return count.to(torch.int32)[:, None], columns[:, None]
 
 
 def dense_mask(
@@ -144,5 +191,5 @@ def dense_attention(
 
 @functools.cache
 def _compiled(function: Callable[..., Any]) -> Callable[..., Any]:
-    """Compiled once a process, at first use: as they are, both of flex attention's functions form the square mask."""
+    """Compiled once a process, at first use: as it is, flex attention forms all scores."""
     return torch.compile(function, dynamic=False)

@@ -63,6 +63,51 @@ def test_without_lengths_every_context_token_is_real() -> None:
     assert dense.visible[0].sum(-1).tolist() == [0, 3, 5]
 
 
+NAMES = ("kv_num_blocks", "kv_indices", "full_kv_num_blocks", "full_kv_indices")
+NAMES += ("q_num_blocks", "q_indices", "full_q_num_blocks", "full_q_indices")
+
+
+def same_tiles(anchors: Tensor, valid: Tensor, k: int, s: int, lengths: Tensor | None) -> attention.BlockMask:
+    """Our tiles, which must be PyTorch's in every detail."""
+    ours = attention.block_mask(anchors, valid, k, s, lengths)
+    n = anchors.shape[1] * k
+    sees = attention.mask_mod(anchors, valid, k, s, lengths)
+    theirs = create_block_mask(sees, anchors.shape[0], None, n, s + n, device="cpu")
+    assert ours.seq_lengths == theirs.seq_lengths
+    assert ours.BLOCK_SIZE == theirs.BLOCK_SIZE
+    for name in NAMES:
+        wanted, got = getattr(theirs, name), getattr(ours, name)
+        assert got.dtype == wanted.dtype == torch.int32, name
+        assert got.is_contiguous(), name
+        assert torch.equal(got, wanted), name
+    return ours
+
+
+@given(st.data())
+@settings(max_examples=80, deadline=None)
+def test_tiles_are_pytorchs(data: st.DataObject) -> None:
+    """Any anchors, in any order, valid or not; blocks that divide a tile, that don't, and that are longer than half."""
+    b, a = data.draw(st.integers(1, 2)), data.draw(st.integers(1, 40))
+    k, s = data.draw(st.sampled_from([1, 3, 4, 10, 16, 100])), data.draw(st.integers(1, 600))
+    g = torch.Generator().manual_seed(data.draw(st.integers(0, 1 << 20)))
+    anchors = torch.randint(0, s + 2, (b, a), generator=g)
+    if data.draw(st.booleans()):
+        anchors = anchors.sort(-1).values
+    valid = torch.rand(b, a, generator=g) < data.draw(st.sampled_from([0.0, 0.5, 0.95, 1.0]))
+    lengths = torch.randint(1, s + 1, (b,), generator=g) if data.draw(st.booleans()) else None
+    same_tiles(anchors, valid, k, s, lengths)
+
+
+def test_tiles_of_the_usual_size_are_mostly_full_or_empty() -> None:
+    """3072 tokens, 512 sorted blocks of 16: half of the context, in whole tiles, and two tiles that are cut."""
+    g = torch.Generator().manual_seed(0)
+    anchors = torch.randperm(3071, generator=g)[:512].sort().values[None]
+    mask = same_tiles(anchors, torch.ones_like(anchors, dtype=torch.bool), 16, 3072, None)
+    assert mask.full_kv_num_blocks is not None
+    assert 11 < mask.full_kv_num_blocks.float().mean() < 13
+    assert mask.kv_num_blocks.float().mean() < 2.5
+
+
 def tensors(
     anchors: Tensor, k: int, s: int, dtype: torch.dtype = torch.float64, device: str = "cpu"
 ) -> dict[str, Tensor]:
@@ -102,7 +147,7 @@ def test_flex_attention_with_our_mask_is_dense_attention() -> None:
     # on the CPU flex attention has no backward
     parts = {name: part.detach() for name, part in tensors(ANCHORS, 4, 9, torch.float32).items()}
     dense = attention.attend(**parts, mask=attention.dense_mask(ANCHORS, VALID, 9, LENGTHS))
-    mask = create_block_mask(attention.mask_mod(ANCHORS, VALID, 4, 9, LENGTHS), 2, None, 16, 25, device="cpu")
+    mask = attention.block_mask(ANCHORS, VALID, 4, 9, LENGTHS)
     flex = flex_attention(
         parts["query"],
         torch.cat((parts["context_keys"], parts["keys"]), 2),
@@ -119,8 +164,7 @@ def test_flex_path_traces_whole() -> None:
     parts = {name: part.detach() for name, part in tensors(ANCHORS, 4, 9, torch.float32).items()}
 
     def both(anchors: Tensor, valid: Tensor, lengths: Tensor, **parts: Tensor) -> Tensor:
-        sees = attention.mask_mod(anchors, valid, 4, 9, lengths)
-        return attention.attend(**parts, mask=create_block_mask(sees, 2, None, 16, 25, device="cpu"))
+        return attention.attend(**parts, mask=attention.block_mask(anchors, valid, 4, 9, lengths))
 
     traced = torch.compile(both, backend="eager", fullgraph=True)
     dense = attention.attend(**parts, mask=attention.dense_mask(ANCHORS, VALID, 9, LENGTHS))
