@@ -37,6 +37,7 @@ from dflashctl.remote import session as sessions
 from dflashctl.remote import store, supervisor
 from dflashctl.remote.agent import Agent, Input
 from dflashctl.remote.control import active_runs
+from dflashctl.remote.preflight import Imports
 from dflashctl.remote.session import Session
 from dflashctl.remote.store import Refusal
 from dflashctl.stop import stop
@@ -653,3 +654,23 @@ def test_a_user_without_a_name(
     assert runner.ended(str(launched.run_id))["exit_code"] == 0
     manifest = json.loads((runner.run_dir(str(launched.run_id)) / "manifest.json").read_text())
     assert manifest["client"].startswith(f"{os.getuid()}@")
+
+
+@pytest.mark.parametrize(
+    ("said", "code"),
+    [("5", 0), ("null", 0), ("[]", 0), ("{}", 0), ("[" * 99999, 0), ("", 1), ("Killed", 137)],
+)
+def test_an_interpreter_that_says_something_else(tmp_path: Path, said: str, code: int) -> None:
+    (tmp_path / "said").write_text(said)
+    (tmp_path / "python").write_text(f"#!/bin/sh\ncat {tmp_path}/said\nexit {code}\n")
+    (tmp_path / "python").chmod(0o755)
+    imports = Imports(str(tmp_path), str(tmp_path / "python"), {}, False)
+    imports.look()
+    assert f"failed ({code})" in imports.found["unread"]
+
+
+def test_what_packages_print_at_exit_hides_no_answer(host: Host, runner: Runner, modules: Path) -> None:
+    with (modules / "torch" / "__init__.py").open("a") as file:
+        file.write("import atexit\natexit.register(print, 'Exception ignored in: <finalizer>')\n")
+    with runner.session() as session:
+        assert launch(session, host, load_profile(None, host)).run_id

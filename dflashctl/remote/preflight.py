@@ -142,8 +142,10 @@ class Imports:
         except subprocess.TimeoutExpired:
             self.process.kill()
             return {"unread": f"importing torch took longer than {IMPORT_TIMEOUT:g} s"}
-        last = output.rsplit("\n", 1)[-1]
-        try:
-            return json.loads(last)
-        except ValueError:
-            return {"unread": f"{program} failed ({self.process.returncode}): {last}"}
+        lines = output.splitlines() or [""]
+        for line in reversed(lines):  # packages may print at exit as well
+            with contextlib.suppress(ValueError, RecursionError):
+                found = json.loads(line)
+                if isinstance(found, dict) and "path" in found:
+                    return found
+        return {"unread": f"{program} failed ({self.process.returncode}): {lines[-1]}"}
