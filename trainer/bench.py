@@ -9,10 +9,12 @@ then captured as CUDA graphs, as `runtime.cuda_graphs = "explicit"` does).
 from __future__ import annotations
 
 import argparse
+import faulthandler
 import gc
 import itertools
 import json
 import platform
+import signal
 import statistics
 import sys
 import time
@@ -367,6 +369,7 @@ def add_arguments(parser: argparse.ArgumentParser) -> None:
 
 def run(args: argparse.Namespace) -> int:
     """Measure, print a table. Returns 0; raises ConfigError for a device or a variant that is not there."""
+    faulthandler.register(signal.SIGUSR2, all_threads=True)  # where it stands, as in a run
     torch_device = devices.check(args.device or ("cuda:0" if torch.cuda.is_available() else "cpu"))
     device = Device(torch_device)
     variants = args.variants.split(",") if args.variants else list(VARIANTS)
@@ -385,8 +388,10 @@ def run(args: argparse.Namespace) -> int:
         report = _report(works[0], device)
         target: Target | None = None
         for work in works:
+            began = time.perf_counter()
             bench = Bench(work, device, target)
             target = bench.target
+            print(f"batch {work.batch}: made in {time.perf_counter() - began:.1f} s", flush=True)
             report["mask_ms"][str(work.batch)] = round(mask_ms(bench), 3)
             for variant in variants:
                 result = _result(bench, variant, args, report["matmul_tflops"])

@@ -74,7 +74,7 @@ def test_bench_prints_a_line_a_variant_and_writes_json(
         assert 0 < result["share_of_limit"] < 1
         assert result["kernels"]
     lines = capsys.readouterr().out.splitlines()
-    assert [line.split()[0] for line in lines[2:]] == ["plain", "eager"]
+    assert [line.split()[0] for line in lines[2:]] == ["batch", "plain", "eager"]
 
 
 def test_what_is_not_there_is_refused(capsys: pytest.CaptureFixture[str]) -> None:
