@@ -12,13 +12,15 @@ from typing import TYPE_CHECKING
 
 from dflashctl.config import Host, SshHost
 from dflashctl.errors import ConnectionLostError, UnreachableError
-from dflashctl.transport import base
+from dflashctl.transport import base, lazyinvoke
 from dflashctl.transport.base import Channel, Tail, Transport
 from dflashctl.transport.dial import Dialer, error_words
 from dflashctl.transport.sshconfig import Endpoint, resolve
 
 if TYPE_CHECKING:
     import paramiko
+
+lazyinvoke.put_off()
 
 CHUNK = 32 * 1024
 
