@@ -1,0 +1,209 @@
+"""One training step, in the ways that the bench compares, on one device."""
+
+from __future__ import annotations
+
+from collections.abc import Callable
+from typing import Any
+
+import torch
+import torch.nn.functional as F
+from torch import Tensor
+
+from trainer.modeling import attention
+from trainer.modeling.drafter import Drafter
+from trainer.modeling.losses import block_loss, default_gamma, loss_slope
+from trainer.modeling.target import Target, layer_forward
+from trainer.optim import FlatParameters, MasterAdamW
+from trainer.pipeline.drafters import draft
+from trainer.pipeline.targets import DrafterBatch
+from trainer.runtime import compile, graphs
+from trainer.runtime.devices import Device
+from trainer.workload import Workload, drafter_config, target_config
+
+RATE = 6e-4
+
+VARIANTS = ("plain", "eager", "compiled", "graphs")
+
+
+Phases = list[tuple[str, Callable[[], object]]]
+
+
+class Bench:
+    """A target, a batch and the ways to take one step with them. `step(variant)` makes the phases of one."""
+
+    def __init__(self, work: Workload, device: Device, target: Target | None = None) -> None:
+        self.work = work
+        self.device = device
+        self.dtype = torch.bfloat16 if device.cuda else torch.float32
+        self.shape = drafter_config(work)
+        self.target = target or self._make_target()
+        torch.manual_seed(0)
+        self.ids = torch.randint(self.shape.vocab_size - 1, (work.batch, work.sequence), device=device.torch)
+        self.batch = self._batch()
+        self.loss = torch.zeros((), device=device.torch)
+        self.first_loss: Tensor | None = None
+        self.phases: Phases = []
+        """What was measured last."""
+
+    def _make_target(self) -> Target:
+        from transformers import AutoModelForCausalLM
+
+        torch.manual_seed(0)
+        with torch.device(self.device.torch):
+            model = AutoModelForCausalLM.from_config(
+                target_config(self.work.shape), dtype=self.dtype, attn_implementation="sdpa"
+            )
+        return Target(model, self.shape.target_layer_ids)
+
+    def _batch(self) -> DrafterBatch:
+        """Anchors drawn uniformly, sorted; every slot that lies in the row has a label."""
+        work, device = self.work, self.device.torch
+        keys = torch.rand(work.batch, work.sequence - 1, device=device)
+        anchors = keys.argsort(-1)[:, : work.anchors].sort(-1).values
+        slots = anchors[..., None] + torch.arange(1, work.block, device=device)
+        inside = slots < work.sequence
+        labels = self.ids.gather(1, slots.clamp(max=work.sequence - 1).flatten(1)).view_as(slots)
+        width = len(self.shape.target_layer_ids) * self.shape.hidden_size
+        return DrafterBatch(
+            features=torch.zeros(work.batch, work.sequence, width, dtype=self.dtype, device=device),
+            tokens=self.ids.gather(1, anchors),
+            anchors=anchors,
+            valid=torch.ones_like(anchors, dtype=torch.bool),
+            lengths=torch.full((work.batch,), work.sequence, device=device),
+            labels=labels,
+            labels_valid=inside,
+        )
+
+    def drafter(self) -> Drafter:
+        """With the same weights every time, drawn on the device."""
+        with torch.device("meta"):
+            drafter = Drafter(self.shape)
+        drafter = drafter.to_empty(device=self.device.torch).to(self.dtype)
+        torch.manual_seed(1)
+        with torch.no_grad():
+            for parameter in drafter.parameters():
+                parameter.normal_(std=0.02) if parameter.dim() > 1 else parameter.fill_(1)
+        return drafter
+
+    def step(self, variant: str) -> Phases:
+        """The phases of a step, by name, in order; compiled and captured when this returns."""
+        self.first_loss = None
+        return self._plain() if variant == "plain" else self._own(variant)
+
+    def _own(self, variant: str) -> Phases:
+        drafter, flat, optimizer = self._trained()
+        forward, slope = draft, loss_slope
+        self.target.run_layer = layer_forward
+        if variant != "eager":
+            forward, slope = compile.compiled(draft, 1), compile.compiled(loss_slope, 2)
+            self.target.run_layer = compile.compiled(layer_forward, 1)
+        rate = torch.full((), RATE, device=self.device.torch)
+        state: dict[str, Any] = {}
+
+        def target() -> None:
+            state["features"] = self.target.features(self.ids, self.batch.lengths)
+
+        def draft_forward() -> None:
+            flat.gradients.zero_()
+            state["hidden"] = forward(
+                drafter, self.target.embedding, self.batch._replace(features=state["features"])
+            )
+
+        def loss() -> None:
+            state["loss"] = block_loss(
+                state["hidden"], self.target.head, self.batch.labels, self.batch.labels_valid, slope=slope
+            )
+            self.loss = state["loss"].loss.detach()
+
+        def backward() -> None:
+            (state.pop("loss").loss).backward()
+            del state["hidden"]
+
+        def update() -> None:
+            optimizer.gradient.copy_(flat.gradients)
+            optimizer.step(rate, self.loss)
+
+        phases: Phases = [
+            ("target", target), ("draft", draft_forward), ("loss", loss), ("backward", backward), ("optimizer", update),
+        ]  # fmt: skip
+        return self._captured(phases) if variant == "graphs" else phases
+
+    def _trained(self) -> tuple[Drafter, FlatParameters, MasterAdamW]:
+        drafter = self.drafter()
+        flat = FlatParameters(drafter)
+        return drafter, flat, MasterAdamW(flat)
+
+    def _captured(self, phases: Phases) -> Phases:
+        """Three graphs, as the workers have them: target; drafter forward, loss and backward; update."""
+        run = dict(phases)
+
+        def learn() -> None:
+            for name in ("draft", "loss", "backward"):
+                run[name]()
+
+        for _ in range(2):
+            for name in ("target", "draft", "loss", "backward", "optimizer"):
+                run[name]()
+            if self.first_loss is None:
+                self.first_loss = self.loss.clone()
+        recorder = graphs.Recorder(self.device)
+        with compile.WARM_UP:
+            return [
+                (name, recorder.capture(function).replay)
+                for name, function in (
+                    ("target", run["target"]),
+                    ("draft+loss+backward", learn),
+                    ("optimizer", run["optimizer"]),
+                )
+            ]
+
+    def _plain(self) -> Phases:
+        drafter = self.drafter()
+        optimizer = torch.optim.AdamW(drafter.parameters(), lr=RATE, betas=(0.9, 0.95), weight_decay=0.0)
+        state: dict[str, Any] = {}
+        batch, work = self.batch, self.work
+        self.target.run_layer = layer_forward
+
+        @torch.no_grad()
+        def target() -> None:
+            out = self.target.model(self.ids, output_hidden_states=True, use_cache=False)
+            state["features"] = torch.cat([out.hidden_states[i + 1] for i in self.shape.target_layer_ids], -1)
+
+        def draft_forward() -> None:
+            with _dense_attention():
+                state["hidden"] = draft(
+                    drafter, self.target.embedding, batch._replace(features=state["features"])
+                )
+
+        def loss() -> None:
+            logits = state.pop("hidden")[:, :, 1:] @ self.target.head.T
+            ce = F.cross_entropy(logits.flatten(0, 2).float(), batch.labels.flatten(), reduction="none")
+            slots = torch.arange(work.block - 1, device=ce.device)
+            weights = torch.exp(-slots / default_gamma(work.block)) * batch.labels_valid
+            state["loss"] = (ce.view_as(weights) * weights).sum() / weights.sum()
+            self.loss = state["loss"].detach()
+
+        def backward() -> None:
+            state.pop("loss").backward()
+
+        def update() -> None:
+            torch.nn.utils.clip_grad_norm_(drafter.parameters(), 1.0)
+            optimizer.step()
+            optimizer.zero_grad()
+
+        return [
+            ("target", target), ("draft", draft_forward), ("loss", loss), ("backward", backward), ("optimizer", update),
+        ]  # fmt: skip
+
+
+class _dense_attention:
+    """While active, the drafter's attention is the dense one on CUDA too."""
+
+    def __enter__(self) -> None:
+        self._mask = attention.anchor_mask
+        attention.anchor_mask = lambda anchors, valid, block, length, lengths=None: attention.dense_mask(  # type: ignore[assignment]
+            anchors, valid, length, lengths
+        )
+
+    def __exit__(self, *error: object) -> None:
+        attention.anchor_mask = self._mask
