@@ -33,7 +33,7 @@ RUN = "bench"
 TICKER = "import sys,time\nwhile True:\n  print('step', time.time(), flush=True); time.sleep(0.05)"
 NVIDIA_SMI = """#!/bin/sh
 sleep 0.04
-for i in 0 1 2 3 4 5 6 7; do echo "$i, NVIDIA H200, 1024, 143771, 97, 640.00, 60"; done
+for i in 0 1 2 3 4 5 6 7; do echo "$i, 00000000:4$i:00.0, NVIDIA H200, 1024, 143771, 97, 640.00, 60"; done
 """
 CLI = [sys.executable, "-m", "dflashctl"]
 

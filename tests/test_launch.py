@@ -242,7 +242,7 @@ def test_the_disk_is_full(runner: Runner, session: Session, host: Host) -> None:
 def test_a_busy_gpu(tmp_path: Path, runner: Runner, host: Host) -> None:
     smi = tmp_path / "nvidia-smi"
     smi.write_text(
-        '#!/bin/sh\ncase "$1" in --query-compute*) ;; *) echo "0, H200, 9000, 143771, 3, 99.5, 40";; esac\n'
+        '#!/bin/sh\ncase "$1" in --query-compute*) ;; *) echo "0, 00000000:41:00.0, H200, 9000, 143771, 3, 99.5, 40";; esac\n'
     )
     smi.chmod(0o755)
     host = dataclasses.replace(host, devices=Devices(("cuda:0",), ("cpu",)))

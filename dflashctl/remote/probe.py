@@ -11,7 +11,7 @@ import time
 
 from dflashctl.remote import journal, supervisor
 
-GPU_QUERY = "index,name,memory.used,memory.total,utilization.gpu,power.draw,temperature.gpu"
+GPU_QUERY = "index,pci.bus_id,name,memory.used,memory.total,utilization.gpu,power.draw,temperature.gpu"
 GPU_FIELDS = (
     ("memory_used_mib", int),
     ("memory_total_mib", int),
@@ -85,10 +85,11 @@ def query_gpus():
 def parse_gpu(line):
     """One row; fields that nvidia-smi could not read ([N/A], ERR!, [GPU is lost]) are null and told in `faults`."""
     cells = [cell.strip() for cell in line.split(",")]
-    if len(cells) < 2 + len(GPU_FIELDS) or not cells[0].isdigit():
+    if len(cells) < 3 + len(GPU_FIELDS) or not cells[0].isdigit():
         return None
     # a name may hold a comma; the figures are the last cells
-    row = {"index": int(cells[0]), "name": ", ".join(cells[1 : -len(GPU_FIELDS)])}
+    pci = cells[1] if ":" in cells[1] else None
+    row = {"index": int(cells[0]), "pci": pci, "name": ", ".join(cells[2 : -len(GPU_FIELDS)])}
     faults = []
     for (name, kind), cell in zip(GPU_FIELDS, cells[-len(GPU_FIELDS) :]):  # noqa: B905 (3.9 has no strict)
         try:

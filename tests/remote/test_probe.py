@@ -13,7 +13,7 @@ from dflashctl.remote import probe
 from dflashctl.remote.session import PATH, Session
 from tests.running import Runner, wait_for
 
-ROW = "0, NVIDIA H200, 1873, 143771, 37, 412.55, 51"
+ROW = "0, 00000000:41:00.0, NVIDIA H200, 1873, 143771, 37, 412.55, 51"
 
 
 @pytest.mark.parametrize(
@@ -23,6 +23,7 @@ ROW = "0, NVIDIA H200, 1873, 143771, 37, 412.55, 51"
             ROW,
             {
                 "index": 0,
+                "pci": "00000000:41:00.0",
                 "name": "NVIDIA H200",
                 "memory_used_mib": 1873,
                 "memory_total_mib": 143771,
@@ -32,9 +33,10 @@ ROW = "0, NVIDIA H200, 1873, 143771, 37, 412.55, 51"
             },
         ),
         (
-            "3, Tesla P4, 1, 7611, [N/A], [Not Supported], 40",
+            "3, [N/A], Tesla P4, 1, 7611, [N/A], [Not Supported], 40",
             {
                 "index": 3,
+                "pci": None,
                 "name": "Tesla P4",
                 "memory_used_mib": 1,
                 "memory_total_mib": 7611,
@@ -44,9 +46,10 @@ ROW = "0, NVIDIA H200, 1873, 143771, 37, 412.55, 51"
             },
         ),
         (
-            "7, [GPU is lost], [GPU is lost], [GPU is lost], [GPU is lost], ERR!, [Unknown Error]",
+            "7, 00000000:C1:00.0, [GPU is lost], [GPU is lost], [GPU is lost], [GPU is lost], ERR!, [Unknown Error]",
             {
                 "index": 7,
+                "pci": "00000000:C1:00.0",
                 "name": "[GPU is lost]",
                 "memory_used_mib": None,
                 "memory_total_mib": None,
@@ -71,7 +74,7 @@ def test_parse_gpu(line: str, row: dict[str, Any] | None) -> None:
 
 
 def test_a_name_with_a_comma() -> None:
-    row = probe.parse_gpu("1, NVIDIA A, B, 1, 2, 3, 4, 5")
+    row = probe.parse_gpu("1, 0:2:0.0, NVIDIA A, B, 1, 2, 3, 4, 5")
     assert row is not None
     assert (row["name"], row["memory_used_mib"], row["temperature_c"]) == ("NVIDIA A, B", 1, 5)
 
