@@ -5,6 +5,7 @@ from __future__ import annotations
 import itertools
 import statistics
 
+from dflashctl.diagnose import gpus
 from dflashctl.snapshot import Snapshot, Step, finite
 
 STALL_FLOOR = 60.0
@@ -16,7 +17,8 @@ def stall_limit(s: Snapshot) -> float:
     """Seconds without a step from which a training run counts as stalled.
 
     max(60 s, 10 median step times, 3 median times between step events), plus three times the longest
-    checkpoint seen: steps are reported every `train.log_every`, and saving holds them up.
+    checkpoint seen: steps are reported every `train.log_every`, and saving holds them up. All of it three times while
+    the run's GPUs work.
     """
     steps = s.events.steps
     times = [x.step_s for x in steps if x.step_s is not None and x.step_s >= 0]
@@ -29,7 +31,14 @@ def stall_limit(s: Snapshot) -> float:
     else:
         limit = max(limit, s.warmup("first_step"))
     saves = [finite(e.get("seconds")) or 0.0 for e in s.events.phases.get("checkpoint", ())]
-    return limit + STALL_INTERVALS * max(saves, default=0.0)
+    return (limit + STALL_INTERVALS * max(saves, default=0.0)) * patience(s)
+
+
+def patience(s: Snapshot) -> float:
+    """By how much a window is lengthened: while the run's own GPUs compute; idle and spinning ones earn nothing."""
+    facts = s.gpu_facts()
+    busy = gpus.working(facts.get("gpu_util_pct"), facts.get("gpu_power_w"))
+    return gpus.WORK_FACTOR if busy else 1.0
 
 
 def remaining(step: Step) -> float | None:

@@ -169,6 +169,7 @@ class Gpu:
     utilization_pct: float | None = None
     power_w: float | None = None
     temperature_c: float | None = None
+    pci: str = ""  # 00000000:41:00.0, as the kernel's log names it in an Xid
 
     @classmethod
     def parse(cls, raw: Mapping[str, Any]) -> Gpu:
@@ -181,6 +182,7 @@ class Gpu:
             utilization_pct=finite(raw.get("utilization_pct")),
             power_w=finite(raw.get("power_w")),
             temperature_c=finite(raw.get("temperature_c")),
+            pci=text(raw.get("pci")),
         )
 
 
@@ -262,6 +264,18 @@ class Snapshot:
         """Devices of the run's workers, as its manifest names them."""
         kinds = mapping(self.manifest.get("devices"))
         return [text(d) for kind in kinds.values() if isinstance(kind, list) for d in kind]
+
+    def gpu_facts(self) -> dict[str, Any]:
+        """Facts for a diagnosis: load of the run's own GPUs, and the PCI address of every GPU by its index."""
+        names = {"cuda:0" if d == "cuda" else d for d in self.devices()}
+        own = [g for g in self.gpus if f"cuda:{g.index}" in names]
+        places = {int(g.index): g.pci for g in self.gpus if g.index.isdigit()}
+        facts = {
+            "gpu_util_pct": [g.utilization_pct for g in own],
+            "gpu_power_w": [g.power_w for g in own],
+            "gpu_pci": [places.get(i, "") for i in range(max(places, default=-1) + 1)],
+        }
+        return {name: values for name, values in facts.items() if values}
 
     def workers(self, kind: str) -> int | None:
         """How many targets or drafters the run has: by the manifest, else by the trainer's count."""

@@ -12,9 +12,10 @@ from dataclasses import dataclass, replace
 from typing import Any
 
 from dflashctl.diagnose import Diagnosis
+from dflashctl.diagnose.gpus import BUSY_UTIL_PCT, SPINNING_W, numbers
 from dflashctl.errors import ExitCode
 from dflashctl.failure import behind_stall, explain
-from dflashctl.pace import STALL_FLOOR, read_rate, remaining, stall_limit
+from dflashctl.pace import STALL_FLOOR, patience, read_rate, remaining, stall_limit
 from dflashctl.phases import PHASE_WORDS, Rung, doing, ladder, last_event, phase_of, progress
 from dflashctl.recovery import again, mended
 from dflashctl.snapshot import Snapshot, State, Step, finite, text, whole
@@ -296,12 +297,13 @@ def _warming(s: Snapshot, state: State, previous: Snapshot | None, now: float, p
     now_doing = doing(s, phase)
     log_age = now - s.log.mtime if s.log.mtime is not None and s.log.size else None
     reads = read_rate(s, previous)
-    active = (log_age is not None and log_age < STALL_FLOOR) or reads >= READING
+    computes = patience(s) > 1
+    active = (log_age is not None and log_age < STALL_FLOOR) or reads >= READING or computes
     facts = "no error"
     if reads >= READING:
         facts += f", reads from disk at {size(reads)}/s"
     elif log_age is not None:
-        facts += f", last log line {duration(log_age)} ago"
+        facts += f", last log line {duration(log_age)} ago" + (", its GPUs compute" if computes else "")
     if silent > window and (not active or silent > 3 * window):
         reason = f"{now_doing}, silent for {duration(silent)}; its window is {duration(window)}"
         going_on = again(s)
@@ -353,7 +355,7 @@ def _training(s: Snapshot, now: float, phase: str) -> Verdict:
 
 
 def _finishing(s: Snapshot, phase: str, silent: float, rests: str) -> Verdict:
-    window = s.warmup("evaluating")
+    window = s.warmup("evaluating") * patience(s)
     what = doing(s, phase) if phase == "evaluating" else "the last step is done; it saves and evaluates"
     if silent > window:
         return _stalled(
@@ -375,10 +377,16 @@ def _stalled(s: Snapshot, reason: str, phase: str, rests: str) -> Verdict:
 
 
 def _gpu_words(s: Snapshot) -> str:
-    used = [g.utilization_pct for g in s.gpus if g.utilization_pct is not None]
+    facts = s.gpu_facts()
+    used, power = numbers(facts.get("gpu_util_pct")), numbers(facts.get("gpu_power_w"))
     if not used:
         return ""
-    return "; all GPUs idle" if max(used) < 5 else f"; GPUs at {min(used):.0f} to {max(used):.0f} %"
+    if max(used) < 5:
+        return "; its GPUs are idle"
+    spins = bool(power) and min(used) > BUSY_UTIL_PCT and max(power) < SPINNING_W
+    return f"; its GPUs at {min(used):.0f} to {max(used):.0f} %" + (
+        f" and only {max(power):.0f} W: they wait in a kernel" if spins else ""
+    )
 
 
 def _nonfinite(s: Snapshot, last: Step) -> str:

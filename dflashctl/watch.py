@@ -6,6 +6,7 @@ from __future__ import annotations
 import time
 from collections.abc import Callable, Generator, Iterator
 from dataclasses import dataclass
+from functools import partial
 from typing import TYPE_CHECKING, Any, TypeVar
 
 from dflashctl.errors import ContainerError, UnreachableError
@@ -121,11 +122,15 @@ class Watcher:
         """Looks until failure or progress is proven, at most `seconds` (all of them when `full`); the last is final."""
         begun = time.monotonic()
         past: list[Snapshot] = []
+        want_gpu = False
         while True:
             until = begun + seconds if past else begun  # the first connection must succeed
-            snapshot = yield from self._again(lambda: self.ask(0, False), until)
+            snapshot = yield from self._again(partial(self.ask, 0, want_gpu), until)
             past = [p for p in past if abs((snapshot.now or 0) - (p.now or 0)) < RATES_OVER] + [snapshot]
             verdict = judge(snapshot, past[0])
+            if verdict.state == "stalled" and not want_gpu:
+                want_gpu = True  # it is a stall only if they don't compute
+                continue
             elapsed = time.monotonic() - begun
             yield Look(snapshot, verdict, elapsed, False)
             if (verdict.decided and not full) or elapsed >= seconds:

@@ -1,6 +1,7 @@
 """The judge: one snapshot, one verdict."""
 
 import copy
+import dataclasses
 import json
 import math
 from pathlib import Path
@@ -18,6 +19,8 @@ from dflashctl.status import EXIT_CODES, STOPPED_BY_US, judge
 FIXTURES = {
     p.stem: json.loads(p.read_text()) for p in (Path(__file__).parent / "render/snapshots").glob("*.json")
 }
+
+UNASKED = {"unread": "not asked"}
 
 
 def snap(name, **parts):
@@ -79,7 +82,7 @@ def test_every_state_has_the_documented_exit_code():
 )
 def test_stall_floor_is_sixty_seconds_after_the_last_step(after, state):
     # the fixture's last step is 3 s old, a step takes 1.8 s, steps are told every 18 s, saving took 11.2 s
-    made = snap("training")
+    made = snap("training", gpus=UNASKED)
     del made["events"]["phases"]["checkpoint"]
     made["now"] += after
     made["state"]["updated"] += after
@@ -87,7 +90,7 @@ def test_stall_floor_is_sixty_seconds_after_the_last_step(after, state):
 
 
 def test_stall_limit_is_ten_median_steps_of_the_run_itself():
-    made = snap("training")
+    made = snap("training", gpus=UNASKED)
     del made["events"]["phases"]["checkpoint"]
     for i, step in enumerate(made["events"]["steps"]):
         step["step_s"] = 1000.0 if i == 0 else 30.0  # one slow step, a compile say, does not count
@@ -95,7 +98,7 @@ def test_stall_limit_is_ten_median_steps_of_the_run_itself():
 
 
 def test_stall_limit_allows_for_rare_step_events_and_for_saving():
-    made = snap("training")
+    made = snap("training", gpus=UNASKED)
     for i, step in enumerate(made["events"]["steps"]):
         step["t"] = made["now"] - (49 - i) * 180.0
     assert stall_limit(Snapshot.parse(made)) == pytest.approx(3 * 180 + 3 * 11.2)
@@ -108,13 +111,75 @@ def test_a_checkpoint_or_an_evaluation_after_the_last_step_is_progress():
 
 
 def test_the_first_step_alone_gives_no_pace_to_be_judged_by():
-    made = snap("training")
+    made = snap("training", gpus=UNASKED)
     made["events"]["steps"] = made["events"]["steps"][-1:]
     del made["events"]["phases"]["checkpoint"]
     made["now"] += 110
     assert judge(made).state == "training"
     made["now"] += 10
     assert judge(made).state == "stalled"
+
+
+def loaded(made, util, power):
+    for row in made["gpus"]["rows"]:
+        row["utilization_pct"], row["power_w"] = util, power
+    return made
+
+
+@pytest.mark.parametrize(
+    ("util", "power", "after", "state"),
+    [
+        (98, 620.0, 100, "training"),  # they compute: three times as long
+        (98, 620.0, 300, "stalled"),
+        (100, 110.0, 100, "stalled"),  # they spin in a collective
+        (0, 75.0, 100, "stalled"),
+        (None, None, 100, "stalled"),
+    ],
+)
+def test_only_gpus_that_compute_lengthen_the_patience(util, power, after, state):
+    made = loaded(snap("training"), util, power)
+    made["now"] += after
+    made["state"]["updated"] += after
+    verdict = judge(made)
+    assert verdict.state == state
+    if state == "stalled" and util == 100:
+        assert "110 W: they wait in a kernel" in verdict.rests_on
+
+
+def test_the_gpus_of_others_do_not_lengthen_it():
+    made = loaded(snap("training"), 98, 620.0)
+    made["now"] += 100
+    made["state"]["updated"] += 100
+    devices = {d for kind in made["manifest"]["devices"].values() for d in kind}
+    for row in made["gpus"]["rows"]:
+        if f"cuda:{row['index']}" in devices:
+            row["utilization_pct"], row["power_w"] = 0, 75.0
+    made["gpus"]["rows"].append({"index": 9, "utilization_pct": 99, "power_w": 700.0})
+    verdict = judge(made)
+    assert verdict.state == "stalled"
+    assert "its GPUs are idle" in verdict.rests_on
+
+
+@pytest.mark.parametrize(("util", "power", "state"), [(98, 620.0, "warming"), (100, 110.0, "stalled")])
+def test_a_warm_up_in_which_gpus_compute_may_take_three_windows(util, power, state):
+    made = loaded(snap("warming"), util, power)
+    silent = made["now"] - made["events"]["last"]["t"]
+    made["now"] += 2 * Snapshot.parse(made).warmup("targets") - silent
+    made["state"]["updated"] = made["now"]
+    assert judge(made).state == state
+    made["now"] += 2 * Snapshot.parse(made).warmup("targets")
+    made["state"]["updated"] = made["now"]
+    assert judge(made).state == "stalled"
+
+
+def test_an_xid_names_the_index_of_the_gpu():
+    made = snap("stalled")
+    for row in made["gpus"]["rows"]:
+        row["pci"] = f"00000000:{0x41 + row['index']:02X}:00.0"
+    xid = "2026-11-29T16:00:00+00:00 pve1 kernel: NVRM: Xid (PCI:0000:44:00): 79, GPU has fallen off the bus."
+    found = judge(dataclasses.replace(Snapshot.parse(made), kernel=(xid,))).diagnosis
+    assert found is not None
+    assert (found.class_, found.where) == ("gpu-fell-off-bus", "GPU 3 (PCI 44:00)")
 
 
 def test_evaluation_has_its_own_window():

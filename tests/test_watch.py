@@ -2,17 +2,19 @@
 
 import os
 import signal
+import sys
 import time
 
 import pytest
 
 from dflashctl.errors import NotFoundError, UnreachableError
+from dflashctl.remote.session import PATH
 from dflashctl.snapshot import Snapshot
 from dflashctl.status import judge
 from dflashctl.transport.hostkeys import HostKeyError
 from dflashctl.watch import Dropped, Look, Watcher
 from tests.cli import scripts
-from tests.running import runner, session
+from tests.running import runner, session, wait_for
 
 __all__ = ["runner", "session"]
 
@@ -186,3 +188,34 @@ def test_a_further_question_is_quick(start, runner):
             watcher.ask(0, False)
             took.append(time.perf_counter() - begun)
     assert sorted(took)[len(took) // 2] < 0.1
+
+
+STOOD = """
+import json, sys, time
+with open(sys.argv[1] + "/events.jsonl", "a") as events:
+    for ago in (100, 90, 80):
+        event = {"t": time.time() - ago, "event": "step", "step": 100 - ago, "steps": 90, "loss": 2.0, "step_s": 1.0}
+        events.write(json.dumps(event) + "\\n")
+time.sleep(60)
+"""
+
+
+@pytest.mark.parametrize(("load", "state"), [("97, 640.00", "training"), ("100, 110.00", "stalled")])
+def test_a_silence_is_a_stall_only_if_the_gpus_do_not_compute(session, runner, tmp_path, load, state):
+    smi = tmp_path / "nvidia-smi"
+    smi.write_text(f"#!/bin/sh\necho '0, 00000000:41:00.0, NVIDIA H200, 9000, 143771, {load}, 40'\n")
+    smi.chmod(0o755)
+    session.call(
+        "start",
+        run_id="stood",
+        manifest={"schema": 1, "name": "stood", "devices": {"targets": ["cuda:0"], "drafters": ["cuda:0"]}},
+        config_toml="",
+        argv=[sys.executable, "-u", "-c", STOOD, str(runner.run_dir("stood"))],
+        environment={},
+        grace=1.0,
+    )
+    wait_for(lambda: (runner.run_dir("stood") / "events.jsonl").exists())
+    with Watcher(lambda: runner.session(path=f"{tmp_path}:{PATH}"), "stood") as watcher:
+        looks = list(watcher.watch(5.0, False, 5))
+    assert {look.verdict.state for look in looks} == {state}
+    assert looks[-1].snapshot.gpus[0].pci == "00000000:41:00.0"

@@ -76,7 +76,7 @@ def status(
 
 
 def _with_kernel(place: Place, look: Look) -> tuple[Snapshot, Verdict]:
-    """The look at a failed run in a container, judged again with what its host's kernel says, where that can be read."""
+    """The look at a failed or stalled run in a container, judged again with what its host's kernel says, if it can be read."""
     from dataclasses import replace
 
     from dflashctl import kernel
@@ -85,7 +85,7 @@ def _with_kernel(place: Place, look: Look) -> tuple[Snapshot, Verdict]:
     from dflashctl.status import judge
 
     snapshot, verdict = look.snapshot, look.verdict
-    if verdict.state not in ("failed", "lost") or not isinstance(place.host, PctHost):
+    if verdict.state not in ("failed", "lost", "stalled") or not isinstance(place.host, PctHost):
         return snapshot, verdict
     state = snapshot.state
     try:

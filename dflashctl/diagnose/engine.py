@@ -18,6 +18,7 @@ from collections.abc import Iterable, Mapping, Sequence
 from dataclasses import replace
 from typing import Any
 
+from dflashctl.diagnose import gpus
 from dflashctl.diagnose import signatures as sig
 from dflashctl.diagnose.model import Confidence, Diagnosis, Place, VerdictName
 from dflashctl.diagnose.scanner import Scanner
@@ -35,9 +36,6 @@ RESTARTED_STEPS = 30
 """The same where a rank's own process had ended: other ranks do not get that far without it."""
 NONFINITE_STEPS = 3
 """Progress lines in a row with a loss or norm that is not finite, from which it counts: one alone is skipped by scalers."""
-SPINNING_W = 150.0
-"""A GPU at full utilisation below this power waits in a kernel (NCCL) instead of computing."""
-
 CLOCK_SKEW_S = 2.0
 """Hosts' clocks may differ by this much: a smaller difference between two files decides nothing."""
 _GPU_WORDS = re.compile(r"(?i)\bcuda\b|\bgpus?\b|nvidia")
@@ -182,19 +180,18 @@ class _Case:
         patience = (
             max(STALL_FLOOR_S, STALL_STEPS * statistics.median(gaps)) if len(gaps) >= 3 else STALL_UNKNOWN_S
         )
-        return patience * 3 if self._working() else patience
+        return patience * gpus.WORK_FACTOR if self._working() else patience
 
     def _idle_gpu(self) -> bool:
         """Whether a GPU does nothing while others work."""
-        util = [u for u in _numbers(self.facts.get("gpu_util_pct")) if u is not None]
+        util = gpus.numbers(self.facts.get("gpu_util_pct"))
         return len(util) > 1 and min(util) <= 2 and max(util) >= 50
 
     def _working(self) -> bool:
         """Whether GPUs or compile workers are busy with something that may take its time."""
-        power = [p for p in _numbers(self.facts.get("gpu_power_w")) if p is not None]
-        util = [u for u in _numbers(self.facts.get("gpu_util_pct")) if u is not None]
-        if power and util:
-            return max(power) > 2 * SPINNING_W and min(util) > 50
+        util, power = self.facts.get("gpu_util_pct"), self.facts.get("gpu_power_w")
+        if gpus.measured(util, power):
+            return gpus.working(util, power)
         cpu = self.facts.get("cpu_util_pct")
         return bool(self.main.compile_line and isinstance(cpu, (int, float)) and cpu > 50)
 
@@ -422,8 +419,3 @@ def _where(f: Finding, buses: Any) -> str:
 def _slot(address: str) -> str:
     """`41:00` of `PCI:0000:41:00` or `00000000:41:00.0`."""
     return ":".join(address.strip().lower().split(".")[0].split(":")[-2:])
-
-
-def _numbers(value: Any) -> list[float | None]:
-    values = value if isinstance(value, (list, tuple)) else [value]
-    return [float(v) if isinstance(v, (int, float)) and not isinstance(v, bool) else None for v in values]
