@@ -136,6 +136,8 @@ class SshChannel(Channel):
                 data = self._channel.recv_stderr(CHUNK)
             except TimeoutError:
                 continue
+            except (OSError, EOFError):
+                return
             if not data:
                 return
             self._tail.write(data)
@@ -173,6 +175,8 @@ class SshChannel(Channel):
             data: bytes = self._channel.recv(CHUNK)
         except TimeoutError:
             raise TimeoutError(f"no output for {timeout:g} s") from None
+        except (OSError, EOFError) as error:  # who reads also answers, on a line that may just have died
+            raise self._lost() from error
         finally:
             self._channel.settimeout(base.WRITE_STALL)
         if not data and self._is_lost():

@@ -401,6 +401,23 @@ def test_a_connection_cut_in_mid_stream(server: Server) -> None:
         assert ssh.run(["echo", "again"], timeout=10).stdout == b"again\n", "the next call dials anew"
 
 
+@pytest.mark.parametrize("error", [EOFError(), OSError("Socket is closed"), BrokenPipeError()])
+def test_a_line_that_dies_while_its_window_is_widened(
+    server: Server, monkeypatch: pytest.MonkeyPatch, error: Exception
+) -> None:
+    """paramiko answers while it reads; what that raises is a lost connection as well, and prints no traceback."""
+
+    def die(*_: object) -> None:
+        raise error
+
+    with SshTransport(server.host()) as ssh:
+        channel = ssh.open(["sh", "-c", "yes | head -c 3000000"], timeout=10)
+        monkeypatch.setattr(channel._connection, "_send_user_message", die)
+        with pytest.raises(ConnectionLostError):
+            read_all(channel)
+        monkeypatch.undo()
+
+
 def test_a_cut_while_nothing_is_said(server: Server) -> None:
     with SshTransport(server.host()) as ssh:
         channel = ssh.open(["cat"], timeout=10)
