@@ -219,3 +219,23 @@ def test_a_silence_is_a_stall_only_if_the_gpus_do_not_compute(session, runner, t
         looks = list(watcher.watch(5.0, False, 5))
     assert {look.verdict.state for look in looks} == {state}
     assert looks[-1].snapshot.gpus[0].pci == "00000000:41:00.0"
+
+
+def test_only_the_last_look_of_a_wait_reads_the_log(start, runner):
+    start("loads", scripts.LOADS)
+    asked = []
+
+    class Counting(type(runner.session())):
+        def call(self, method, **params):
+            asked.append(params.get("log_lines"))
+            return super().call(method, **params)
+
+    def open_session():
+        session = runner.session()
+        session.__class__ = Counting
+        return session
+
+    with Watcher(open_session, "loads") as watcher:
+        list(watcher.watch(1.5, False, 5))
+    assert len(asked) >= 3
+    assert asked == [0] * (len(asked) - 1) + [5]
