@@ -294,11 +294,12 @@ def test_a_host_without_pct(node: Node, ct200: Transport) -> None:
 @pytest.fixture
 def ann(node: Node, tmp_path: Path) -> Iterator[Path]:
     """A hosts file whose login on pve1 is not root's; the node has no sudo but what a test puts there."""
-    node.run(["useradd", "-m", "-s", "/bin/bash", "ann"])
-    home = node.root / "home/ann"
+    # her home is in /run, which is the node's own; /home is the machine's
+    node.run(["useradd", "-m", "-d", "/run/ann", "-s", "/bin/bash", "ann"])
+    home = node.root / "run/ann"
     (home / ".ssh").mkdir()
     (home / ".ssh" / "authorized_keys").write_text(node.key.with_suffix(".pub").read_text())
-    node.run(["chown", "-R", "ann:ann", "/home/ann"])
+    node.run(["chown", "-R", "ann:ann", "/run/ann"])
     file = write_hosts_file(tmp_path / "ann.toml", node)
     file.write_text(file.read_text().replace('user = "root"', 'user = "ann"'))
     yield file
