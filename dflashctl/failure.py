@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 from collections.abc import Mapping
+from pathlib import Path
 from typing import Any
 
 from dflashctl.diagnose import Diagnosis, Place, diagnose
@@ -26,7 +27,7 @@ def explain(s: Snapshot, facts: Mapping[str, Any]) -> Diagnosis:
     Args:
         facts: the exit record (docs/architecture.md, "Diagnosis").
     """
-    found = _found(s, facts)
+    found = examine(s, facts)
     killed = facts.get("signal") == "SIGKILL" or facts.get("exit_code") == 137
     if killed and not facts.get("oom_kills") and (found.root is None or found.confidence != "certain"):
         return KILLED
@@ -37,16 +38,25 @@ def explain(s: Snapshot, facts: Mapping[str, Any]) -> Diagnosis:
 
 def behind_stall(s: Snapshot) -> Diagnosis | None:
     """The error that a run stands still after, where its log shows one: a rank that died, and others that wait for it."""
-    found = _found(s, {"process_alive": True, "seconds_since_last_line": 1.0, "stall_after_s": 0.0})
+    found = examine(s, {"process_alive": True, "seconds_since_last_line": 1.0, "stall_after_s": 0.0})
     hangs = found.class_ is None or found.class_.startswith("hang-")
     return None if hangs or found.root is None else found
 
 
-def _found(s: Snapshot, facts: Mapping[str, Any]) -> Diagnosis:
-    """What the engine makes of the log, the kernel's lines and the facts, with those about GPUs."""
+def examine(s: Snapshot, facts: Mapping[str, Any], signatures: Path | None = None) -> Diagnosis:
+    """What the engine makes of the log, the kernel's lines and the facts, with those about GPUs.
+
+    Raises ConfigError where `signatures` (a file of the user's own) is not valid.
+    """
     lines = (line.encode("utf-8", "replace") for line in s.log.lines)
     kernel = [line.encode("utf-8", "replace") for line in s.kernel]
-    return diagnose(lines, {**s.gpu_facts(), **facts}, first_line=s.log.first_line or 1, kernel=kernel)
+    return diagnose(
+        lines,
+        {**s.gpu_facts(), **facts},
+        first_line=s.log.first_line or 1,
+        signatures=signatures,
+        kernel=kernel,
+    )
 
 
 def _reported(s: Snapshot) -> Diagnosis | None:

@@ -265,6 +265,22 @@ class Snapshot:
         kinds = mapping(self.manifest.get("devices"))
         return [text(d) for kind in kinds.values() if isinstance(kind, list) for d in kind]
 
+    def facts(self) -> dict[str, Any]:
+        """What was measured of the run, as a diagnosis takes it (docs/diagnosis.md, "Facts"); the unknown is absent."""
+        known: dict[str, Any] = self.gpu_facts()
+        record = self.state
+        if record is not None and record.status == "exited":
+            known["process_alive"] = False
+            ended = ("exit_code", "signal", "oom_kills", "stop_requested")
+            known |= {name: value for name in ended if (value := getattr(record, name)) not in (None, "")}
+        elif self.alive is not None:
+            known["process_alive"] = self.alive
+        if self.alive:
+            known["child_processes"] = whole(self.process.get("children"))
+            if self.now is not None and self.log.mtime is not None:
+                known["seconds_since_last_line"] = max(0.0, self.now - self.log.mtime)
+        return {name: value for name, value in known.items() if value is not None}
+
     def gpu_facts(self) -> dict[str, Any]:
         """Facts for a diagnosis: load of the run's own GPUs, and the PCI address of every GPU by its index."""
         names = {"cuda:0" if d == "cuda" else d for d in self.devices()}

@@ -150,13 +150,6 @@ def _ended(s: Snapshot, state: State, phase: str) -> Verdict:
     after = f"{duration(state.ended - state.started)} after launch" if state.ended and state.started else ""
     how = signal or (f"exit code {code}" if code is not None else "no exit code known")
     rests = f"the supervisor's exit record: {how}"
-    facts = {
-        "process_alive": False,
-        "exit_code": code,
-        "signal": signal,
-        "oom_kills": state.oom_kills,
-        "stop_requested": state.stop_requested,
-    }
     asked = state.stop_requested is not None
     if state.error and asked:  # stopped without its supervisor, see remote/control.py
         return _verdict(
@@ -172,7 +165,7 @@ def _ended(s: Snapshot, state: State, phase: str) -> Verdict:
         return _stopped(s, state, phase, forced, after, rests)
     if code == 0 and not signal:
         return _exited_zero(s, state, phase, said, after, rests)
-    found = explain(s, facts)
+    found = explain(s, s.facts())
     going_on = again(s)
     if found.verdict == "stopped":
         reason = f"from outside with {signal or how}, not by dflashctl stop{_joined(after)}"

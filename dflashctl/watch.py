@@ -94,6 +94,12 @@ class Watcher:
             self._session = self._open_session()
         return self._session.call("stacks", run_id=self.run_id, timeout=60.0)
 
+    def config(self) -> str:
+        """The text of the configuration that the run was launched with. Raises as `ask` does."""
+        if self._session is None:
+            self._session = self._open_session()
+        return str(self._session.call("config", run_id=self.run_id).get("config_toml", ""))
+
     def look(self, log_lines: int, previous: Snapshot | None, begun: float) -> Look:
         """The final look: with GPUs and log, and enough of the log where a failure is to be diagnosed."""
         while True:

@@ -1,14 +1,20 @@
-"""`dflashctl diagnose`: what killed a run, from its logs alone; ours or any other."""
+"""`dflashctl diagnose`: what killed a run, from its logs alone, ours or any other; or one of our runs, where it lives."""
 
 from __future__ import annotations
 
 from pathlib import Path
-from typing import Annotated, Any, Optional
+from typing import TYPE_CHECKING, Annotated, Any, Optional
 
 import typer
 
-from dflashctl.cli.options import JsonOption
+from dflashctl.cli import complete
+from dflashctl.cli.options import AcceptNewOption, HostOption, HostsOption, JsonOption
 from dflashctl.errors import DflashError, ExitCode
+
+if TYPE_CHECKING:
+    from dflashctl.cli.reach import Place
+    from dflashctl.diagnose import Diagnosis
+    from dflashctl.watch import Watcher
 
 EXIT_CODES = {
     "failed": ExitCode.FAILED,
@@ -21,8 +27,23 @@ EXIT_CODES = {
 
 def diagnose(
     paths: Annotated[
-        list[Path], typer.Argument(metavar="PATH...", help="Logs, a run's folder, a kernel log; - for stdin.")
-    ],
+        Optional[list[Path]],  # noqa: UP045
+        typer.Argument(
+            metavar="[PATH...]",
+            help="Logs, a run's folder, a kernel log; - for stdin.",
+            show_default=False,
+        ),
+    ] = None,
+    run: Annotated[
+        Optional[str],  # noqa: UP045
+        typer.Option(
+            "--run",
+            metavar="RUN",
+            help="A run, where it lives, in place of paths.",
+            show_default=False,
+            autocompletion=complete.runs,
+        ),
+    ] = None,
     facts: Annotated[
         Optional[Path],  # noqa: UP045
         typer.Option(
@@ -46,26 +67,34 @@ def diagnose(
         ),
     ] = None,
     json: JsonOption = False,
+    host: HostOption = None,
+    hosts: HostsOption = None,
+    accept_new: AcceptNewOption = False,
 ) -> int:
     """Say what killed a run, from its logs. The exit code is the verdict."""
-    from dflashctl.diagnose.evidence import diagnose_paths
     from dflashctl.render import diagnosis, jsonout, terminal
 
+    if bool(paths) == (run is not None):
+        raise typer.BadParameter("name paths, or a run with --run")
     known = _facts(facts) if facts else {}
-    try:
-        found = diagnose_paths(paths, known, signatures=signatures, full=full)
-        if bundle is not None:
-            from dflashctl.diagnose import bundle as bundles
+    if run is not None:
+        from dflashctl.cli import reach
 
-            names = bundles.write(bundle, found, [p for p in paths if str(p) != "-"], known)
-            terminal.stderr().print(
-                f"{bundle}: {len(names)} files, secrets hidden; read it before you send it"
-            )
-    except OSError as error:
-        raise DflashError(
-            f"{error.filename or ', '.join(map(str, paths))}: {error.strerror or error}",
-            hint="a log, a folder that holds logs, or - for stdin",
-        ) from error
+        place = reach.place(host, hosts, accept_new, run)
+        found, measured, parts = _of_run(place, run, known, signatures, bundle is not None)
+    else:
+        if host is not None:
+            raise typer.BadParameter("--host goes with --run")
+        assert paths is not None
+        found, measured, parts = _of_paths(paths, known, signatures, full, bundle is not None)
+    if bundle is not None:
+        from dflashctl.diagnose import bundle as bundles
+
+        try:
+            names = bundles.write(bundle, found, measured, parts)
+        except OSError as error:
+            raise DflashError(f"{bundle}: {error.strerror or error}", hint="name a file to write") from error
+        terminal.stderr().print(f"{bundle}: {len(names)} files, secrets hidden; read it before you send it")
     if json:
         document = found.to_json()
         if explain:
@@ -77,6 +106,53 @@ def diagnose(
         out = terminal.stdout()
         out.print(diagnosis.screen(found, out, full=full, explain=explain))
     return EXIT_CODES.get(found.verdict, ExitCode.OK)
+
+
+def _of_paths(
+    paths: list[Path], known: dict[str, Any], signatures: Path | None, full: bool, wanted: bool
+) -> tuple[Diagnosis, dict[str, Any], dict[str, str]]:
+    """(diagnosis, facts, parts of a bundle where one is wanted) of files and folders here."""
+    from dflashctl.diagnose import bundle
+    from dflashctl.diagnose.evidence import diagnose_paths
+
+    try:
+        found = diagnose_paths(paths, known, signatures=signatures, full=full)
+        return found, known, bundle.collect([p for p in paths if str(p) != "-"]) if wanted else {}
+    except OSError as error:
+        raise DflashError(
+            f"{error.filename or ', '.join(map(str, paths))}: {error.strerror or error}",
+            hint="a log, a folder that holds logs, - for stdin, or --run RUN",
+        ) from error
+
+
+def _of_run(
+    place: Place, run: str, known: dict[str, Any], signatures: Path | None, wanted: bool
+) -> tuple[Diagnosis, dict[str, Any], dict[str, str]]:
+    """The same of a run where it lives: what `status` measures there is the evidence."""
+    import time
+
+    from dflashctl import casefile
+    from dflashctl.cli import seen
+    from dflashctl.cli.status import stacks_of, with_kernel
+    from dflashctl.watch import DIAGNOSED_LINES, Watcher
+
+    with Watcher(place.session, run) as watcher:
+        look = watcher.look(DIAGNOSED_LINES, None, time.monotonic())
+        stacks = stacks_of(watcher, False) if wanted and look.snapshot.alive else {}
+        config = _config(watcher) if wanted else ""
+    snapshot, verdict = with_kernel(place, look)
+    seen.remember({snapshot.run_id: place.host.name})
+    found = casefile.diagnosis(snapshot, verdict, known, signatures)
+    parts = casefile.parts(snapshot, config, stacks) if wanted else {}
+    return found, {**snapshot.facts(), **known}, parts
+
+
+def _config(watcher: Watcher) -> str:
+    """The run's configuration; a bundle without it still helps, and says why."""
+    try:
+        return watcher.config()
+    except DflashError as error:
+        return f"# not read: {error.message}\n"
 
 
 def _facts(path: Path) -> dict[str, Any]:

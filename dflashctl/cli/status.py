@@ -56,10 +56,10 @@ def status(
     try:
         with Watcher(place.session, run) as watcher:
             look = watch(watcher, wait, full, screens.DEFAULT_LINES if lines is None else lines, ladder)
-            held = _stacks(watcher, stacks) if stacks or look.verdict.state == "stalled" else {}
+            held = stacks_of(watcher, stacks) if stacks or look.verdict.state == "stalled" else {}
     except KeyboardInterrupt:
         return detached(place, run) if wait else ExitCode.INTERRUPTED
-    snapshot, verdict = _with_kernel(place, look)
+    snapshot, verdict = with_kernel(place, look)
     seen.remember({snapshot.run_id: place.host.name})
     if json:
         document = jsonout.status(verdict, snapshot, place.host.name, look.elapsed)
@@ -75,7 +75,7 @@ def status(
     return verdict.exit_code
 
 
-def _with_kernel(place: Place, look: Look) -> tuple[Snapshot, Verdict]:
+def with_kernel(place: Place, look: Look) -> tuple[Snapshot, Verdict]:
     """The look at a failed or stalled run in a container, judged again with what its host's kernel says, if it can be read."""
     from dataclasses import replace
 
@@ -104,7 +104,7 @@ def _with_kernel(place: Place, look: Look) -> tuple[Snapshot, Verdict]:
     return snapshot, judge(snapshot)
 
 
-def _stacks(watcher: Watcher, asked: bool) -> dict[str, Any]:
+def stacks_of(watcher: Watcher, asked: bool) -> dict[str, Any]:
     """The run's stacks; where nobody asked for them, why they can't be had is a line, not an error."""
     from dflashctl.errors import DflashError
 

@@ -50,21 +50,9 @@ def without_secrets(text: str) -> str:
     return text
 
 
-def write(
-    target: Path,
-    found: Diagnosis,
-    paths: Sequence[Path],
-    facts: Mapping[str, Any],
-) -> list[str]:
-    """Write the bundle and return the names in it. Raises OSError.
-
-    The file is made new and readable by its owner alone.
-    """
-    parts: dict[str, str] = {
-        "diagnosis.json": json.dumps(found.to_json(), indent=1),
-        "facts.json": json.dumps(dict(facts), indent=1, default=str),
-        "versions.txt": f"dflashctl {__version__}\npython {platform.python_version()}\n{platform.platform()}\n",
-    }
+def collect(paths: Sequence[Path]) -> dict[str, str]:
+    """Name -> text of what files and folders hold: ends of logs, records, kernel lines. Raises OSError."""
+    parts: dict[str, str] = {}
     logs: list[tuple[str, Path]] = []
     for path in paths:
         if path.is_dir():
@@ -83,6 +71,22 @@ def write(
         ]
     if kernel:
         parts["kernel.txt"] = "\n".join(kernel[-500:]) + "\n"
+    return parts
+
+
+def write(target: Path, found: Diagnosis, facts: Mapping[str, Any], parts: Mapping[str, str]) -> list[str]:
+    """Write the bundle and return the names in it. Raises OSError.
+
+    The file is made new and readable by its owner alone. parts: name -> text of the evidence; a `versions.txt` among them
+    is added to ours.
+    """
+    here = f"dflashctl {__version__}\npython {platform.python_version()}\n{platform.platform()}\n"
+    parts = {
+        **parts,
+        "diagnosis.json": json.dumps(found.to_json(), indent=1),
+        "facts.json": json.dumps(dict(facts), indent=1, default=str),
+        "versions.txt": here + parts.get("versions.txt", ""),
+    }
     target.unlink(missing_ok=True)
     with target.open("xb") as file:
         target.chmod(0o600)

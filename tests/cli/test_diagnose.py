@@ -5,9 +5,12 @@ from __future__ import annotations
 import json
 import subprocess
 import sys
+import tarfile
 from pathlib import Path
 
 import pytest
+
+from tests.cli import scripts
 
 CORPUS = Path(__file__).parents[1] / "data" / "crash-corpus"
 OOM = CORPUS / "logs" / "054.log"
@@ -98,3 +101,64 @@ def test_a_bundle(tmp_path: Path) -> None:
     assert code == 3
     assert (tmp_path / "b.tar").stat().st_size > 5000
     assert "b.tar" in err
+
+
+def members(path: Path) -> dict[str, str]:
+    with tarfile.open(path) as tar:
+        return {
+            m.name.removeprefix("dflash-diagnosis/"): (tar.extractfile(m) or path.open("rb")).read().decode()
+            for m in tar
+        }
+
+
+def test_a_run_where_it_lives(cli, started, runner) -> None:
+    script = scripts.CRASHES.replace(
+        "load()\n", "load()\nprint('HF_TOKEN=hf_abcdefghijklmnop', flush=True)\n", 1
+    )
+    script = script.replace('run_id="x"', 'run_id="x", torch="2.11.0"')
+    started("crash", script)
+    runner.ended("crash")
+    shown = cli("diagnose", "--run", "crash", "--json", "--bundle", "b.tar")
+    found = json.loads(shown.stdout)
+    assert (shown.returncode, found["verdict"], found["class"]) == (3, "failed", "user-exception")
+    log = (runner.run_dir("crash") / "run.log").read_text().splitlines()
+    assert log[found["root"]["line"] - 1] == "KeyError: 'image_grid_thw'"
+    parts = members(cli.home / "b.tar")
+    assert {"logs/run.log", "manifest.json", "state.json", "events.json", "host.json", "versions.txt"} <= set(
+        parts
+    )
+    assert "KeyError: 'image_grid_thw'" in parts["logs/run.log"]
+    assert "hf_abcdefghijklmnop" not in "".join(parts.values())
+    facts = json.loads(parts["facts.json"])
+    assert (facts["process_alive"], facts["exit_code"]) == (False, 1)
+    assert "there: torch 2.11.0\n" in parts["versions.txt"]
+
+
+@pytest.mark.parametrize(("script", "verdict", "code"), [("TRAINS", "healthy", 0), ("LOADS", "warming", 5)])
+def test_a_run_that_lives(cli, started, runner, script: str, verdict: str, code: int) -> None:
+    started("lives", getattr(scripts, script))
+    shown = cli("status", "lives", "--wait", "5") if script == "TRAINS" else None
+    assert shown is None or shown.returncode == 0
+    shown = cli("diagnose", "--run", "lives", "--json", "--bundle", "b.tar")
+    assert (shown.returncode, json.loads(shown.stdout)["verdict"]) == (code, verdict)
+    parts = members(cli.home / "b.tar")
+    assert "Thread" in parts["stacks.txt"]
+    assert json.loads(parts["facts.json"])["process_alive"] is True
+
+
+def test_facts_that_are_given_win(cli, started, runner) -> None:
+    started("done", scripts.FINISHES)
+    runner.ended("done")
+    assert cli("diagnose", "--run", "done").returncode == 0
+    (cli.home / "facts.json").write_text('{"exit_code": 139}')
+    shown = cli("diagnose", "--run", "done", "--facts", "facts.json", "--json")
+    assert (shown.returncode, json.loads(shown.stdout)["class"]) == (3, "segfault")
+
+
+@pytest.mark.parametrize("args", [[], [str(OOM), "--run", "x"], [str(OOM), "--host", "local"]])
+def test_paths_or_a_run(args: list[str]) -> None:
+    assert run(*args)[0] == 2
+
+
+def test_no_such_run(cli) -> None:
+    assert cli("diagnose", "--run", "none").returncode == 6

@@ -50,7 +50,7 @@ def test_what_is_in_it(tmp_path: Path) -> None:
     (run / "state.json").write_text('{"status": "exited", "exit_code": 1}')
     found = diagnose_paths([run])
     target = tmp_path / "b.tar"
-    names = bundle.write(target, found, [run], {"exit_code": 1})
+    names = bundle.write(target, found, {"exit_code": 1}, bundle.collect([run]))
     assert stat.S_IMODE(target.stat().st_mode) == 0o600
     with tarfile.open(target) as tar:
         texts = {

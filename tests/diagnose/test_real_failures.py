@@ -6,6 +6,7 @@ import json
 import os
 import subprocess
 import sys
+import tarfile
 import textwrap
 import time
 from collections.abc import Iterator
@@ -375,3 +376,26 @@ def test_the_kernels_own_words_through_status(container: Container, runs: Runs, 
     if not any("kernel log was not read" in note for note in answer["notes"]):
         assert found["root"]["file"] == "kernel"
         assert "dflash-kernel-oom.service" in found["root"]["text"]
+
+
+def test_a_bundle_of_a_run_in_a_container(container: Container, runs: Runs, tmp_path: Path) -> None:
+    runs.start("bundled", "raise KeyError('labels')")
+    runs.ended("bundled")
+    hosts = write_hosts_file(tmp_path / "hosts.toml", container.node, vmids=(220,))
+    target = tmp_path / "b.tar"
+    argv = [sys.executable, "-m", "dflashctl", "diagnose", "--run", "bundled", "--host", "ct220"]
+    argv += ["--hosts", str(hosts), "--accept-new", "--json", "--bundle", str(target)]
+    done = subprocess.run(argv, capture_output=True, text=True, check=False)
+    assert (done.returncode, json.loads(done.stdout)["root"]["text"]) == (3, "KeyError: 'labels'"), (
+        done.stderr
+    )
+    with tarfile.open(target) as tar:
+        names = {name.removeprefix("dflash-diagnosis/") for name in tar.getnames()}
+    assert {
+        "logs/run.log",
+        "manifest.json",
+        "state.json",
+        "host.json",
+        "facts.json",
+        "diagnosis.json",
+    } <= names
