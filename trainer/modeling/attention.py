@@ -72,9 +72,8 @@ def block_mask(
     seen = torch.where(valid, seen, 0)[:, None]  # [B, 1, A]: context keys that a block sees
     furthest = torch.where(meets, seen, 0).amax(-1, keepdim=True)
     nearest = torch.where(meets, seen, s).amin(-1, keepdim=True)
-    nearest = torch.where(
-        (row + 1) * TILE <= a * k, nearest, 0
-    )  # a tile with queries behind the end is never full
+    # a tile with queries behind the end is never full
+    nearest = torch.where((row + 1) * TILE <= a * k, nearest, 0)
     full = (column + 1) * TILE <= nearest
     # products of zeros and ones: how many valid blocks have queries in the tile of queries and keys in that of keys
     owned = (meets & valid[:, None]).float() @ own.float() > 0
