@@ -54,9 +54,9 @@ def block_mask(
 ) -> BlockMask:
     """Flex attention's tiles of the mask, from the anchors alone; arguments as in `anchor_mask`.
 
-    PyTorch's `create_block_mask` evaluates the square mask and sorts its tiles; compiled for thousands of queries it
-    does not come to an end in minutes (pytorch/pytorch#182060, PyTorch 2.11). Here a tile of queries is known by the
-    furthest and the nearest context that its blocks see, and tiles are put in order by counting.
+    PyTorch's `create_block_mask` evaluates the square mask and sorts its tiles; compiled for thousands of queries, that
+    sort takes minutes to compile (pytorch/pytorch#182060, PyTorch 2.11). Here a tile of queries is known by the furthest
+    and the nearest context that its blocks see, and tiles are put in order by counting.
     """
     a, k, s = anchors.shape[1], block_size, context_length
     tiles, key_tiles = -(-a * k // TILE), -(-(s + a * k) // TILE)
