@@ -195,3 +195,25 @@ def test_compiled_flex_equals_dense_on_cuda(dtype: torch.dtype, bound: float) ->
     for a, b in zip([flex, *got], [dense, *wanted], strict=True):
         assert a.isfinite().all()
         torch.testing.assert_close(a, b, atol=bound * float(b.abs().max()), rtol=bound)
+
+
+@pytest.mark.gpu
+@pytest.mark.skipif(not torch.cuda.is_available(), reason="needs a CUDA device: compiled flex attention")
+@pytest.mark.timeout(120)
+def test_the_usual_size_compiles_in_time_and_equals_dense() -> None:
+    """Mask and attention compiled together for 3072 tokens and 512 blocks of 16, as a drafter's step compiles them."""
+    g = torch.Generator().manual_seed(0)
+    anchors = torch.randperm(3071, generator=g)[:512].sort().values[None].cuda()
+    valid = (torch.arange(512) < 500)[None].cuda()
+    parts = tensors(anchors.cpu(), 16, 3072, torch.bfloat16, "cuda")
+
+    def step(**parts: Tensor) -> Tensor:
+        return attention.attend(**parts, mask=attention.anchor_mask(anchors, valid, 16, 3072))
+
+    flex = torch.compile(step, dynamic=False, fullgraph=True)(**parts)
+    dense = attention.attend(**parts, mask=attention.dense_mask(anchors, valid, 3072))
+    wanted = torch.autograd.grad(dense.square().sum(), list(parts.values()))
+    got = torch.autograd.grad(flex.square().sum(), list(parts.values()))
+    for a, b in zip([flex, *got], [dense, *wanted], strict=True):
+        assert a.isfinite().all()
+        assert float((a - b).float().norm() / b.float().norm()) < 3e-2
