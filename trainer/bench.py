@@ -27,6 +27,7 @@ import torch
 from trainer.config import RuntimeConfig
 from trainer.modeling import attention
 from trainer.modeling.target import Target
+from trainer.options import at_least
 from trainer.runtime import devices, graphs
 from trainer.runtime.devices import Device
 from trainer.variants import VARIANTS, Bench
@@ -155,19 +156,27 @@ def mask_ms(bench: Bench) -> float:
     return statistics.median(times)
 
 
+def _counts(text: str) -> list[int]:
+    return [at_least(1)(part) for part in text.split(",")]
+
+
 def add_arguments(parser: argparse.ArgumentParser) -> None:
     parser.add_argument("--shape", default="tiny", choices=SHAPES, help="Qwen3's shape of that size")
-    parser.add_argument("--batch", default="1", metavar="N,N", help="rows a step; several are tried in turn")
-    parser.add_argument("--sequence", type=int, default=3072, metavar="N", help="tokens a row")
-    parser.add_argument("--anchors", type=int, default=512, metavar="N", help="blocks a row")
-    parser.add_argument("--block", type=int, default=16, metavar="N", help="tokens a block")
-    parser.add_argument("--layers", type=int, default=5, metavar="N", help="layers of the drafter")
+    parser.add_argument(
+        "--batch", type=_counts, default=[1], metavar="N,N", help="rows a step; several are tried in turn"
+    )
+    parser.add_argument("--sequence", type=at_least(2), default=3072, metavar="N", help="tokens a row")
+    parser.add_argument("--anchors", type=at_least(1), default=512, metavar="N", help="blocks a row")
+    parser.add_argument("--block", type=at_least(2), default=16, metavar="N", help="tokens a block")
+    parser.add_argument("--layers", type=at_least(1), default=5, metavar="N", help="layers of the drafter")
     parser.add_argument(
         "--variants", default="", metavar="A,B", help=f"of {', '.join(VARIANTS)}; all by default"
     )
     parser.add_argument("--device", default="", metavar="NAME", help="cuda:0 where there is one, else cpu")
-    parser.add_argument("--steps", type=int, default=20, metavar="N", help="steps timed")
-    parser.add_argument("--seconds", type=float, default=20.0, metavar="S", help="at most so long a variant")
+    parser.add_argument("--steps", type=at_least(1), default=20, metavar="N", help="steps timed")
+    parser.add_argument(
+        "--seconds", type=at_least(0.0), default=20.0, metavar="S", help="at most so long a variant"
+    )
     parser.add_argument("--profile", action="store_true", help="list the kernels of one step as well")
     parser.add_argument("--json", type=Path, metavar="FILE", help="write everything there, as it comes")
 
@@ -186,9 +195,14 @@ def run(args: argparse.Namespace) -> int:
             return 1
         if variant == "graphs":
             graphs.wanted(RuntimeConfig(cuda_graphs="explicit"), torch_device)
-    batches = [int(n) for n in args.batch.split(",")]
+    if args.anchors >= args.sequence:
+        print(
+            f"error: a row of {args.sequence} tokens has no {args.anchors} anchors, at most {args.sequence - 1}",
+            file=sys.stderr,
+        )
+        return 1
     sizes = (args.sequence, args.anchors, args.block, args.layers)
-    works = [Workload(args.shape, n, *sizes) for n in batches]
+    works = [Workload(args.shape, n, *sizes) for n in args.batch]
     with device.entered():
         report = _report(works[0], device)
         target: Target | None = None

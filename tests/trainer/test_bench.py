@@ -38,7 +38,8 @@ def test_the_formula_counts_what_pytorch_counts() -> None:
             run()
         counted[name] = counter.get_total_flops() / SMALL.batch
     flops = useful_flops(made.shape, SMALL.sequence, SMALL.anchors, visible=SMALL.sequence, causal=0.0)
-    assert counted["target"] == pytest.approx(flops.target, rel=1e-4)  # some versions rotate by a small product
+    # some versions of transformers rotate by a small product
+    assert counted["target"] == pytest.approx(flops.target, rel=1e-4)
     assert counted["draft"] == flops.forward
     assert counted["loss"] == 2 * flops.head
     attended = made.shape.num_hidden_layers * 4 * SMALL.anchors * SMALL.block
@@ -81,7 +82,19 @@ def test_what_is_not_there_is_refused(capsys: pytest.CaptureFixture[str]) -> Non
     assert main(["bench", "--variants", "fast"]) == 1
     assert main(["bench", "--variants", "graphs", "--device", "cpu"]) == 1
     assert main(["bench", "--device", "cuda:99"]) == 1
+    assert main(["bench", "--sequence", "64", "--anchors", "64"]) == 1
     errors = capsys.readouterr().err.splitlines()
     assert errors[0].startswith("error: no variant `fast`")
     assert "needs CUDA devices" in errors[1]
     assert "`cuda:99` is not there" in errors[2]
+    assert errors[3] == "error: a row of 64 tokens has no 64 anchors, at most 63"
+
+
+@pytest.mark.parametrize("wrong", [["--batch", "0"], ["--batch", "1,x"], ["--steps", "0"], ["--block", "1"]])
+def test_numbers_that_mean_nothing_are_usage_errors(
+    wrong: list[str], capsys: pytest.CaptureFixture[str]
+) -> None:
+    with pytest.raises(SystemExit) as caught:
+        main(["bench", *wrong])
+    assert caught.value.code == 2
+    assert wrong[0] in capsys.readouterr().err
