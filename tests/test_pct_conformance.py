@@ -312,11 +312,17 @@ def test_exec_ends_with_137_when_its_container_is_stopped(pve1: Node) -> None:
 
 def test_a_stopping_container_is_called_running_and_cannot_be_entered(pve1: Node) -> None:
     recorded = RECORD["stopping_window"]
-    pve1.set_stop_delay(recorded["length_s"])
+    pve1.set_stop_delay(3 * recorded["length_s"])  # time enough on a busy machine
     stop = subprocess.Popen(pve1.inside(["/usr/sbin/pct", "stop", "200"]), stdin=subprocess.DEVNULL)
-    try:
-        wait_until(lambda: pve1.pct("exec", "200", "--", "true", check=False).returncode != 0)
+    entered = None
+
+    def init_is_gone() -> bool:
+        nonlocal entered
         entered = pve1.pct("exec", "200", "--", "true", check=False)
+        return b"Failed to get init pid" in entered.stderr  # at the moment of its end LXC says something else
+
+    try:
+        wait_until(init_is_gone)
         status = pve1.pct("status", "200").stdout
     finally:
         stop.wait(20)
