@@ -285,7 +285,7 @@ class Snapshot:
         """Facts for a diagnosis: load of the run's own GPUs, and the PCI address of every GPU by its index."""
         names = {"cuda:0" if d == "cuda" else d for d in self.devices()}
         own = [g for g in self.gpus if f"cuda:{g.index}" in names]
-        places = {int(g.index): g.pci for g in self.gpus if g.index.isdigit()}
+        places = {int(g.index): g.pci for g in self.gpus if g.index.isdecimal() and len(g.index) <= 3}
         facts = {
             "gpu_util_pct": [g.utilization_pct for g in own],
             "gpu_power_w": [g.power_w for g in own],

@@ -182,6 +182,14 @@ def test_an_xid_names_the_index_of_the_gpu():
     assert (found.class_, found.where) == ("gpu-fell-off-bus", "GPU 3 (PCI 44:00)")
 
 
+@pytest.mark.parametrize("index", [10**18, -1, "\u00b2", "9" * 5000, None])
+def test_a_gpu_of_a_senseless_index_costs_nothing(index):
+    made = snap("stalled")
+    made["gpus"]["rows"][0]["index"] = index
+    assert len(Snapshot.parse(made).gpu_facts()["gpu_pci"]) == 8
+    assert judge(made).state == "stalled"
+
+
 def test_evaluation_has_its_own_window():
     made = snap("stalled")
     began = made["now"] - 570
