@@ -5,7 +5,7 @@ from __future__ import annotations
 import re
 from collections import Counter, defaultdict
 from collections.abc import Iterable, Mapping
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from typing import Any
 
 _PY_SPY = re.compile(r'^Thread (?P<id>\w+)(?: \((?P<state>[\w+]+)\))?(?:: "(?P<name>.*)")?$')
@@ -41,11 +41,22 @@ class Stack:
 
 @dataclass(frozen=True)
 class Group:
-    """Threads with equal stacks. odd: unlike the majority of their kind."""
+    """Threads with equal stacks.
+
+    Attributes:
+        odd: unlike the majority of their kind.
+        suspect: none is odd, and while most threads wait for others, these do not.
+    """
 
     frames: tuple[str, ...]
     members: tuple[Stack, ...]
     odd: bool = False
+    suspect: bool = False
+
+    @property
+    def waits(self) -> bool:
+        """Whether they wait for another thread or process, as Python's own locks, queues and pipes do."""
+        return _of_runtime(self.frames[0])
 
 
 def read(dumps: Iterable[Mapping[str, Any]]) -> list[Stack]:
@@ -76,7 +87,7 @@ def _read_one(pid: int, text: str) -> list[Stack]:
 
 
 def group(stacks: Iterable[Stack]) -> list[Group]:
-    """Equal stacks together, the odd ones first, then the largest groups.
+    """Equal stacks together, the odd or else the suspect ones first, then the largest groups.
 
     Threads are compared with others of their kind (`drafter-0` with `drafter-3`; a process's main thread with the other
     processes'). Where a kind has a majority, its minority is odd: what all but one wait for, the one has not done.
@@ -95,11 +106,16 @@ def group(stacks: Iterable[Stack]) -> list[Group]:
     for stack in known:
         by_frames[stack.frames, stack in odd].append(stack)
     groups = [Group(frames, tuple(members), is_odd) for (frames, is_odd), members in by_frames.items()]
-    return sorted(groups, key=lambda g: (not g.odd, -len(g.members)))
+    waiting = sum(len(g.members) for g in groups if g.waits)
+    if not odd and 2 * waiting > len(known):
+        groups = [replace(g, suspect=not g.waits) for g in groups]
+    return sorted(groups, key=lambda g: (not g.odd, not g.suspect, -len(g.members)))
 
 
 def telling(frames: tuple[str, ...]) -> str:
     """The innermost frame that is not the runtime's own waiting: what the thread is at."""
-    return next(
-        (f for f in frames if not any(f"{name}:" in f for name in _RUNTIME)), frames[0] if frames else ""
-    )
+    return next((f for f in frames if not _of_runtime(f)), frames[0] if frames else "")
+
+
+def _of_runtime(frame: str) -> bool:
+    return any(f"{name}:" in frame for name in _RUNTIME)

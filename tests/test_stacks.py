@@ -80,6 +80,23 @@ def test_main_threads_of_many_ranks_are_compared() -> None:
     assert (first.odd, first.members[0].pid) == (True, 7)
 
 
+WAIT = "wait (threading.py:320)"
+
+
+def test_where_nobody_can_be_compared_the_one_that_waits_for_no_other_is_named() -> None:
+    known = [
+        stacks.Stack(1, "MainThread", (WAIT, "wait (crew.py:100)")),
+        stacks.Stack(1, "target-0", (WAIT, "__iter__ (prefetch.py:67)")),
+        stacks.Stack(1, "drafter-0", (WAIT, "get (channel.py:57)")),
+        stacks.Stack(1, "prefetch", ("read (dataset.py:9)", "run (threading.py:975)")),
+    ]
+    first, *others = stacks.group(known)
+    assert (first.suspect, first.odd, first.members[0].thread) == (True, False, "prefetch")
+    assert not any(g.suspect for g in others)
+    busy = [stacks.Stack(1, f"thread-{name}", (f"work{name} (t.py:3)",)) for name in "abcd"]
+    assert not any(g.suspect for g in stacks.group([*known, *busy])), "most work: nobody is named"
+
+
 @given(st.lists(st.text(max_size=60), max_size=30))
 def test_any_text(lines: list[str]) -> None:
     stacks.group(stacks.read([{"pid": 1, "text": "\n".join(lines)}, {"text": 3}]))

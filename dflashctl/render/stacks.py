@@ -26,8 +26,12 @@ def screen(answer: Mapping[str, Any], terminal: Terminal) -> list[str]:
         names = [member.who for member in group.members[:NAMES]]
         left = len(group.members) - len(names)
         who = ", ".join(names) + (f" and {left} more" if left > 0 else "")
-        mark = terminal.style("  odd one out: ", "bold", "red") if group.odd else "  "
-        out.append(mark + crop(harmless(f"{who}: at {stacks.telling(group.frames)}"), terminal.columns - 15))
+        named = "odd one out: " if group.odd else "waits for no other: " if group.suspect else ""
+        mark = "  " + (terminal.style(named, "bold", "red") if named else "")
+        out.append(
+            mark
+            + crop(harmless(f"{who}: at {stacks.telling(group.frames)}"), terminal.columns - 2 - len(named))
+        )
         out += [crop(harmless(f"      {frame}"), terminal.columns) for frame in group.frames[:FRAMES]]
         if len(group.frames) > FRAMES:
             out.append(f"      and {len(group.frames) - FRAMES} frames more")
