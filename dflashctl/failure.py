@@ -9,17 +9,6 @@ from typing import Any
 from dflashctl.diagnose import Diagnosis, Place, diagnose
 from dflashctl.snapshot import Snapshot, text
 
-KILLED = Diagnosis(
-    "failed",
-    "killed",
-    "likely",
-    "it was killed with SIGKILL, and its container counts no memory kill since launch",
-    cause="kill -9 by a person or a script, or the container was stopped hard",
-    advice=("ask who ran kill -9; on the host, journalctl -k | grep -i 'out of memory' rules memory out",),
-    retry="yes",
-)
-"""Every memory kill, the host's too, is counted in the victim's cgroup: none counted speaks for a person's kill -9."""
-
 
 def explain(s: Snapshot, facts: Mapping[str, Any]) -> Diagnosis:
     """The diagnosis of an ended or failing run.
@@ -28,9 +17,6 @@ def explain(s: Snapshot, facts: Mapping[str, Any]) -> Diagnosis:
         facts: the exit record (docs/architecture.md, "Diagnosis").
     """
     found = examine(s, facts)
-    killed = facts.get("signal") == "SIGKILL" or facts.get("exit_code") == 137
-    if killed and not facts.get("oom_kills") and (found.root is None or found.confidence != "certain"):
-        return KILLED
     if found.class_ in (None, "unknown"):
         return _reported(s) or found
     return found
@@ -66,6 +52,7 @@ def _reported(s: Snapshot) -> Diagnosis | None:
     if not said:
         return None
     worker = text(event.get("worker")) or "a worker"
+    device = text(event.get("device"))
     fixes = tuple(line.removeprefix("fix:").strip() for line in said if line.startswith("fix:"))
     root = None
     for number, line in enumerate(s.log.lines, s.log.first_line or 1):
@@ -78,7 +65,7 @@ def _reported(s: Snapshot) -> Diagnosis | None:
         "reported",
         "certain",
         said[0],
-        where=worker,
+        where=f"{worker} on {device}" if device else worker,
         root=root,
         cause=rest,
         advice=fixes or ("mend what it names",),

@@ -38,5 +38,5 @@ def test_the_trainers_own_report_stands_where_the_log_shows_nothing():
     found = explain(snapshot(lines, failed=failed), facts)
     assert (found.class_, found.title, found.cause) == ("reported", "no such dataset", "/data/chat")
     assert found.advice == ("check data.path",)
-    assert (found.root.line, found.where) == (12, "main")
+    assert (found.root.line, found.where) == (12, "main on host")
     assert explain(snapshot(CRASH, failed=failed), facts).class_ == "user-exception"

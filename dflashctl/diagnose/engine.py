@@ -206,6 +206,8 @@ class _Case:
             finding.cls = "cgroup-oom"
             return self._say("failed", finding, others=kept)
         root = self._root(kept)
+        if oom == 0 and self.code == 137 and (root is None or _unsure(root)):
+            return self._say("failed", self._by_code("killed"), others=kept)
         if root is None or (root.weak and root.role == "cascade"):
             root = self._from_code() or root
         if root is None:
@@ -362,9 +364,7 @@ class _Case:
         title = s.title if s else "the cause is not known; the first anomaly is shown"
         later = [o for o in others if o is not f and (o.file != f.file or o.line > f.line)]
         if confidence is None:
-            confidence = (
-                "likely" if f.weak or f.kind in ("exit", "epilogue") or f.role == "cascade" else "certain"
-            )
+            confidence = "likely" if _unsure(f) else "certain"
         self.fired.append(f"line {f.line}: {f.cls} (tier {f.tier}, {f.kind}): the root")
         return Diagnosis(
             verdict,
@@ -383,6 +383,10 @@ class _Case:
             s.retry if s else "once",
             fired=tuple(self.fired),
         )
+
+
+def _unsure(f: Finding) -> bool:
+    return f.weak or f.kind in ("exit", "epilogue") or f.role == "cascade"
 
 
 class _Values(dict[str, str]):
