@@ -18,6 +18,7 @@ import signal
 import statistics
 import sys
 import time
+from collections.abc import Callable, Mapping
 from dataclasses import asdict
 from pathlib import Path
 from typing import Any
@@ -30,7 +31,7 @@ from trainer.modeling.target import Target
 from trainer.options import at_least
 from trainer.runtime import devices, graphs
 from trainer.runtime.devices import Device
-from trainer.variants import VARIANTS, Bench
+from trainer.variants import VARIANTS, Bench, Phases
 from trainer.workload import SHAPES, Workload, drafter_config, useful_flops
 
 
@@ -55,7 +56,11 @@ class Clock:
             torch.cuda.synchronize()
 
 
-def measure(bench: Bench, variant: str, steps: int, seconds: float) -> dict[str, Any]:
+More = Mapping[str, Callable[[Bench], Phases]]
+"""Other ways to take a step, by name: other trainers'."""
+
+
+def measure(bench: Bench, variant: str, steps: int, seconds: float, more: More) -> dict[str, Any]:
     """Time `steps` steps of a variant, but no longer than `seconds` after the warm-up: medians, ms."""
     clock, cuda = Clock(bench.device.torch), bench.device.cuda
     bench.phases = []  # its memory goes before the next one's is taken
@@ -64,7 +69,8 @@ def measure(bench: Bench, variant: str, steps: int, seconds: float) -> dict[str,
         torch.cuda.empty_cache()
         torch.cuda.reset_peak_memory_stats()
     began = time.perf_counter()
-    phases = bench.phases = bench.step(variant)
+    bench.first_loss = None
+    phases = bench.phases = more[variant](bench) if variant in more else bench.step(variant)
     for _ in range(3):
         for _, run in phases:
             run()
@@ -181,8 +187,12 @@ def add_arguments(parser: argparse.ArgumentParser) -> None:
     parser.add_argument("--json", type=Path, metavar="FILE", help="write everything there, as it comes")
 
 
-def run(args: argparse.Namespace) -> int:
-    """Measure, print a table. Returns 0; raises ConfigError for a device or a variant that is not there."""
+def run(args: argparse.Namespace, more: More | None = None) -> int:
+    """Measure, print a table. Returns 0; raises ConfigError for a device or a variant that is not there.
+
+    `more` is measured after all variants: another trainer's import may change settings of the whole process.
+    """
+    more = more or {}
     faulthandler.register(signal.SIGUSR2, 2, all_threads=True)  # where it stands, as in a run
     torch_device = devices.check(args.device or ("cuda:0" if torch.cuda.is_available() else "cpu"))
     device = Device(torch_device)
@@ -206,14 +216,17 @@ def run(args: argparse.Namespace) -> int:
     with device.entered():
         report = _report(works[0], device)
         target: Target | None = None
-        for work in works:
+        for names, work in itertools.product((variants, list(more)), works):
+            if not names:
+                continue
             began = time.perf_counter()
             bench = Bench(work, device, target)
             target = bench.target
             print(f"batch {work.batch}: made in {time.perf_counter() - began:.1f} s", flush=True)
-            report["mask_ms"][str(work.batch)] = round(mask_ms(bench), 3)
-            for variant in variants:
-                result = _result(bench, variant, args, report["matmul_tflops"])
+            if names is variants:
+                report["mask_ms"][str(work.batch)] = round(mask_ms(bench), 3)
+            for variant in names:
+                result = _result(bench, variant, args, report["matmul_tflops"], more)
                 report["results"].append(result)
                 _write(args.json, report)
                 print(_line(result), flush=True)
@@ -228,12 +241,14 @@ def _write(path: Path | None, report: dict[str, Any]) -> None:
         path.write_text(json.dumps(report, indent=1) + "\n", "utf-8")
 
 
-def _result(bench: Bench, variant: str, args: argparse.Namespace, limit: float) -> dict[str, Any]:
+def _result(bench: Bench, variant: str, args: argparse.Namespace, limit: float, more: More) -> dict[str, Any]:
     result: dict[str, Any] = {"variant": variant, "batch": bench.work.batch}
+    # what others' code raises is theirs: it is told, and the rest is measured
+    told = Exception if variant in more else torch.cuda.OutOfMemoryError
     try:
-        result |= measure(bench, variant, args.steps, args.seconds)
-    except torch.cuda.OutOfMemoryError as error:
-        return result | {"error": str(error).splitlines()[0]}
+        result |= measure(bench, variant, args.steps, args.seconds, more)
+    except told as error:
+        return result | {"error": f"{type(error).__name__}: {error}".splitlines()[0][:300]}
     flops = useful_flops(bench.shape, bench.work.sequence, bench.work.anchors)
     rate = result["samples_per_s"] * flops.total / 1e12
     return result | {"useful_tflops": round(rate, 3), "share_of_limit": round(rate / limit, 4)}
@@ -264,7 +279,7 @@ def _report(work: Workload, device: Device) -> dict[str, Any]:
 
 
 def _line(result: dict[str, Any]) -> str:
-    name = f"{result['variant']:<9} batch {result['batch']:<3}"
+    name = f"{result['variant']:<15} batch {result['batch']:<3}"
     if "error" in result:
         return f"{name} {result['error']}"
     phases = "  ".join(f"{name} {ms}" for name, ms in result["phases_ms"].items())

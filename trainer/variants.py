@@ -87,7 +87,6 @@ class Bench:
 
     def step(self, variant: str) -> Phases:
         """The phases of a step, by name, in order; compiled and captured when this returns."""
-        self.first_loss = None
         return self._plain() if variant == "plain" else self._own(variant)
 
     def _own(self, variant: str) -> Phases:

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import argparse
 import json
 from pathlib import Path
 
@@ -12,6 +13,7 @@ from torch.utils.flop_counter import FlopCounterMode
 from trainer import bench
 from trainer.__main__ import main
 from trainer.runtime.devices import Device
+from trainer.variants import Phases
 from trainer.workload import Workload, drafter_config, useful_flops
 
 SMALL = Workload("tiny", batch=2, sequence=64, anchors=6, block=4, layers=2)
@@ -76,6 +78,29 @@ def test_bench_prints_a_line_a_variant_and_writes_json(
         assert result["kernels"]
     lines = capsys.readouterr().out.splitlines()
     assert [line.split()[0] for line in lines[2:]] == ["batch", "plain", "eager"]
+
+
+def test_others_come_last_and_what_they_raise_is_told(
+    tmp_path: Path, capsys: pytest.CaptureFixture[str]
+) -> None:
+    """At every batch size: another trainer's import may change settings of the process."""
+
+    def broken(made: bench.Bench) -> Phases:
+        raise ImportError("no module named liger\nsecond line")
+
+    parser = argparse.ArgumentParser()
+    bench.add_arguments(parser)
+    out = tmp_path / "b.json"
+    size = ["--sequence", "64", "--anchors", "6", "--block", "4", "--layers", "1", "--steps", "1"]
+    args = parser.parse_args([*size, "--variants", "eager", "--batch", "1,2", "--json", str(out)])
+    assert bench.run(args, {"broken": broken, "twin": lambda made: made.step("eager")}) == 0
+    results = json.loads(out.read_text())["results"]
+    assert [(r["variant"], r["batch"]) for r in results] == [
+        ("eager", 1), ("eager", 2), ("broken", 1), ("twin", 1), ("broken", 2), ("twin", 2),
+    ]  # fmt: skip
+    assert results[2]["error"] == "ImportError: no module named liger"
+    assert results[3]["first_loss"] == results[0]["first_loss"]
+    assert "ImportError: no module named liger" in capsys.readouterr().out
 
 
 def test_what_is_not_there_is_refused(capsys: pytest.CaptureFixture[str]) -> None:
