@@ -83,6 +83,11 @@ def load_profile(path: Path | None, host: Host, *, text: str | None = None, orig
         config = trainer_config.parse(merged, origin)
     except trainer_config.ConfigError as error:
         raise ConfigError(str(error), hint="every setting is described in trainer/config.py") from error
+    if not {*config.devices.targets, *config.devices.drafters}:
+        raise ConfigError(
+            f'{origin}: devices = "auto" does not say which GPUs the run may take',
+            hint="name them as devices.targets and devices.drafters of the host in hosts.toml, or in the config",
+        )
     unknown = set(config.warmup) - set(host.warmup)
     if unknown:
         raise ConfigError(
@@ -95,6 +100,8 @@ def load_profile(path: Path | None, host: Host, *, text: str | None = None, orig
 def merge(raw: Mapping[str, Any], host: Host, base: str) -> dict[str, Any]:
     """The raw configuration with the host's devices where it names none, and with absolute paths."""
     merged = {key: dict(value) if isinstance(value, Mapping) else value for key, value in raw.items()}
+    if merged.get("devices") == "auto":
+        merged["devices"] = {"topology": "auto"}
     devices = merged.setdefault("devices", {})
     for kind, names in (("targets", host.devices.targets), ("drafters", host.devices.drafters)):
         if names:

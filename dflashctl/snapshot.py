@@ -294,12 +294,16 @@ class Snapshot:
         return {name: values for name, values in facts.items() if values}
 
     def workers(self, kind: str) -> int | None:
-        """How many targets or drafters the run has: by the manifest, else by the trainer's count."""
-        devices = mapping(self.manifest.get("devices")).get(kind)
-        if isinstance(devices, list) and devices:
-            return len(devices)
+        """How many targets or drafters the run has: by the trainer's count, else by the manifest.
+
+        The trainer decides where the topology is "auto", and gives every device both where it is "colocated".
+        """
         event = "targets_loading" if kind == "targets" else "drafters_starting"
-        return whole(self.events.newest(event).get("count"))
+        counted = whole(self.events.newest(event).get("count"))
+        if counted is not None:
+            return counted
+        devices = mapping(self.manifest.get("devices")).get(kind)
+        return len(devices) if isinstance(devices, list) and devices else None
 
     def unread(self) -> dict[str, str]:
         """Part -> why it could not be read."""

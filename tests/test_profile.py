@@ -73,6 +73,15 @@ def test_the_host_fills_what_the_file_leaves_out(tmp_path: Path, remote: PctHost
     }
 
 
+def test_auto_may_take_the_devices_of_the_host(tmp_path: Path, local: Host, remote: PctHost) -> None:
+    for text in ('devices = "auto"\n', '[devices]\ntopology = "auto"\n'):
+        profile = load_profile(write(tmp_path, text), remote)
+        assert profile.all_devices == ["cuda:0", "cuda:1", "cuda:2"]
+        assert tomllib.loads(profile.toml)["devices"]["topology"] == "auto"
+        with pytest.raises(ConfigError, match="does not say which GPUs"):
+            load_profile(write(tmp_path, text), local)
+
+
 def test_relative_paths(tmp_path: Path, local: Host, remote: PctHost) -> None:
     text = "[target]\nmodel = '/abs/model'\n[data]\npath = 'chat.jsonl'\n[evaluate]\nprompts = 'bundled:tiny/heldout.jsonl'\n"
     here = load_profile(write(tmp_path, text), local)

@@ -85,11 +85,18 @@ class TrainConfig:
 
 @dataclass(frozen=True)
 class DevicesConfig:
-    """Where the workers run. Several may share a device."""
+    """Where the workers run. Several may share a device.
 
+    split: targets and drafters are workers of their own. colocated: each worker is both; a device has as many as the list
+    that names it more often. auto: measured at the start, then decided for the devices named here, or for all CUDA devices
+    where none is; `devices = "auto"` says the same.
+    """
+
+    topology: str = "split"  # split | colocated | auto
     targets: tuple[str, ...] = ("cpu",)  # cpu | cuda:N, one a target worker
     drafters: tuple[str, ...] = ("cpu",)  # one a drafter worker
-    channel_depth: int = 2  # batches in flight per drafter
+    channel_depth: int = 2  # batches that wait for a drafter at most; colocated has no channel
+    prefetch_depth: int = 2  # batches read ahead for a target
     cpu_threads: int = 0  # intra-op threads; 0: decided from the cores
 
 
@@ -148,6 +155,10 @@ def load(path: Path) -> Config:
 
 def parse(raw: dict[str, Any], source: str = "config") -> Config:
     """Build a Config from parsed TOML. Raises ConfigError."""
+    if raw.get("devices") == "auto":
+        raw = {**raw, "devices": {"topology": "auto"}}
+    if isinstance(raw.get("devices"), dict) and raw["devices"].get("topology") == "auto":
+        raw = {**raw, "devices": {"targets": [], "drafters": [], **raw["devices"]}}
     config = _build(Config, raw, source, "")
     _check(config, source)
     return config
@@ -196,6 +207,7 @@ def _convert(hint: Any, value: Any, source: str, key: str) -> Any:
 
 def _check(config: Config, source: str) -> None:
     d, t, v = config.drafter, config.train, config.devices
+    free = v.topology == "auto"
     rules = [
         (d.block_size >= 2, "drafter.block_size", "at least 2"),
         (d.layers >= 1, "drafter.layers", "at least 1"),
@@ -223,9 +235,19 @@ def _check(config: Config, source: str) -> None:
         (config.evaluate.temperature >= 0, "evaluate.temperature", "0 or more"),
         (config.evaluate.max_new_tokens >= 1, "evaluate.max_new_tokens", "at least 1"),
         (v.cpu_threads >= 0, "devices.cpu_threads", "0 or more"),
-        (len(v.targets) >= 1, "devices.targets", "a list of at least one device, such as cuda:0 or cpu"),
-        (len(v.drafters) >= 1, "devices.drafters", "a list of at least one device, such as cuda:0 or cpu"),
+        (v.topology in ("split", "colocated", "auto"), "devices.topology", "split, colocated or auto"),
+        (
+            len(v.targets) >= 1 or free,
+            "devices.targets",
+            "a list of at least one device, such as cuda:0 or cpu",
+        ),
+        (
+            len(v.drafters) >= 1 or free,
+            "devices.drafters",
+            "a list of at least one device, such as cuda:0 or cpu",
+        ),
         (v.channel_depth >= 1, "devices.channel_depth", "at least 1"),
+        (v.prefetch_depth >= 1, "devices.prefetch_depth", "at least 1"),
         (
             config.target.dtype in ("auto", "float32", "bfloat16", "float16"),
             "target.dtype",

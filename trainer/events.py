@@ -115,14 +115,22 @@ class Events:
         grad_norm: float,
         samples_per_s: float,
         step_s: float,
+        data_wait: float,
         target_wait: float,
         drafter_wait: float,
     ) -> None:
-        """eal: teacher-forced expected acceptance length, tokens; waits: share of the time since the last event, 0 to 1."""
+        """Of the steps since the last event.
+
+        Args:
+            eal: teacher-forced expected acceptance length, tokens.
+            data_wait, target_wait: share of that time in which targets waited for rows, and for room, 0 to 1.
+            drafter_wait: in which drafters waited for a batch.
+        """
         self.emit(
             "step",
             f"step {step}/{steps}  loss {loss:.3f}  eal {eal:.2f}  lr {lr:.1e}  grad {grad_norm:.1f}  "
-            f"{samples_per_s:.1f} smp/s  wait target {target_wait * 100:.0f} % drafter {drafter_wait * 100:.0f} %",
+            f"{samples_per_s:.1f} smp/s  wait data {data_wait * 100:.0f} % "
+            f"target {target_wait * 100:.0f} % drafter {drafter_wait * 100:.0f} %",
             step=step,
             steps=steps,
             epoch=round(epoch, 4),
@@ -132,6 +140,7 @@ class Events:
             grad_norm=grad_norm,
             samples_per_s=round(samples_per_s, 3),
             step_s=round(step_s, 5),
+            data_wait=round(data_wait, 4),
             target_wait=round(target_wait, 4),
             drafter_wait=round(drafter_wait, 4),
         )

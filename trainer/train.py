@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import argparse
+import dataclasses
 import hashlib
 import json
 import os
@@ -30,7 +31,7 @@ from trainer.pipeline.channel import Stopped
 from trainer.pipeline.crew import Crew
 from trainer.pipeline.drafters import Start
 from trainer.pipeline.lead import NonFinite, Reporter
-from trainer.pipeline.plan import Course, Plan, steps_of
+from trainer.pipeline.plan import Course, Plan, placed, steps_of
 from trainer.pipeline.training import Training
 from trainer.runtime import devices
 from trainer.runtime.signals import Interrupted, Signals
@@ -106,9 +107,11 @@ class Run:
     def go(self) -> None:
         """Raises Stopped, Interrupted, and the errors of what it does itself."""
         config = load(self._config_path)
+        config = dataclasses.replace(config, devices=placed(config.devices))
         target_devices = tuple(map(devices.check, config.devices.targets))
         drafter_devices = tuple(map(devices.check, config.devices.drafters))
-        workers = len(target_devices) + len(drafter_devices)
+        colocated = config.devices.topology == "colocated"
+        workers = len(drafter_devices) + (0 if colocated else len(target_devices))
         torch.set_num_threads(devices.intra_op_threads(workers, config.devices.cpu_threads))
         found = self._find_checkpoint()
         self._done = found.step if found else 0
@@ -138,6 +141,7 @@ class Run:
             shape=self._shape(config),
             target_devices=target_devices,
             drafter_devices=drafter_devices,
+            colocated=colocated,
             first=self._done,
             steps=steps_of(config, batches.batches_per_epoch, len(drafter_devices)),
         )
@@ -157,7 +161,7 @@ class Run:
             lambda device: Target.load(path, device, plan.config.target.dtype, plan.shape.target_layer_ids),
         )
         reporter = Reporter(
-            self._crew.events, plan, course, self._run_dir, training.channel.waits, settings, nonfinite
+            self._crew.events, plan, course, self._run_dir, training.waits, settings, nonfinite
         )
         training.load_targets()
         training.start_drafters(reporter)
@@ -254,6 +258,9 @@ def fingerprint(dataset: Dataset) -> str:
 
 
 def _topology(config: Config) -> str:
+    if config.devices.topology == "colocated":
+        names = config.devices.drafters
+        return f"{len(names)} colocated on {' '.join(dict.fromkeys(names))}"
     sides = (("target", config.devices.targets), ("drafter", config.devices.drafters))
     return ", ".join(
         f"{len(names)} {what}{'s' if len(names) != 1 else ''} on {' '.join(dict.fromkeys(names))}"

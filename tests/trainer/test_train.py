@@ -111,8 +111,8 @@ def test_start_up_lines_and_events_are_in_order(
     assert err == ""
     first, *_, last = events(tmp_path / "runs/run", "step")
     assert set(first) == {
-        "t", "event", "step", "steps", "epoch", "loss", "eal", "lr", "grad_norm", "samples_per_s", "step_s", "target_wait",
-        "drafter_wait",
+        "t", "event", "step", "steps", "epoch", "loss", "eal", "lr", "grad_norm", "samples_per_s", "step_s", "data_wait",
+        "target_wait", "drafter_wait",
     }  # fmt: skip
     assert first["loss"] == pytest.approx(4.16, abs=0.3), "ln 64 for an untrained drafter"
     assert last["epoch"] == pytest.approx(3 * 2 / 20)
@@ -139,22 +139,44 @@ def test_the_number_of_targets_changes_nothing(
             assert torch.equal(one.flat.weights, other.flat.weights)
 
 
+@pytest.mark.parametrize("drafter_count", [1, 2, 3])
+def test_colocated_workers_train_as_split_ones_do(
+    tmp_path: Path, start: Start, drafter_count: int, trainings: list[Training]
+) -> None:
+    """Bit for bit, and a run may go on in the other topology; no batch goes through a channel."""
+    sections: dict[str, Any] = {"train": {"steps": 6, "checkpoint_every": 3}}
+    assert start("split", 2, drafter_count, **sections) == 0
+    assert start("both", 1, drafter_count, devices={"topology": "colocated"}, **sections) == 0
+    split, both = tmp_path / "runs/split", tmp_path / "runs/both"
+    assert len(_losses(both)) == 6
+    assert _losses(split) == _losses(both)
+    for name, tensor in _masters(split, 6).items():
+        assert torch.equal(tensor, _masters(both, 6)[name])
+    training = trainings[-1]
+    assert training.targets == training.drafters
+    assert training.plan.targets == drafter_count
+    assert events(both, "start")[0]["topology"] == f"{drafter_count} colocated on cpu"
+    assert {e["target_wait"] for e in events(both, "step")} == {0.0}
+    (both / "checkpoints/step-00000006").rename(tmp_path / "kept")
+    assert start("on", 2, drafter_count, resume="both", **sections) == 0
+    assert _losses(tmp_path / "runs/on") == _losses(split)[3:]
+
+
 def test_drafters_average_their_gradients(tmp_path: Path, start: Start, trainings: list[Training]) -> None:
     """One step of D = 2 equals a hand-made step on the loss of both batches taken together."""
     assert start("run", 1, 2, train={"steps": 1, "clip": 0.0}) == 0
     (training,) = trainings
     plan = training.plan
     worker = training.drafters[0]
-    joined = (training.course, training.channel, training.exchange)
-    frozen = (worker.embedding, worker.head)
-    alone = drafters.DrafterWorker(worker.crew, 0, plan, *joined, drafters.Start(), *frozen, None)
-    alone._build()
-    target = training.targets[0]
+    joined = (training.course, training.exchange)
+    alone = drafters.Learner(worker.crew, 0, plan, *joined, drafters.Start())
+    alone._build(worker.embedding, worker.head)
+    producer = training.targets[0].producer
     gradients, losses, weights = [], [], []
     with Prefetcher(plan.dataset, plan.batches, [0, 1], count=6, block_size=4) as batches:
         for prepared in batches:
             alone.flat.gradients.zero_()
-            out = alone._loss(target._compute(prepared, alone.device).batch)
+            out = alone._loss(producer.deliver(prepared).batch)
             (out.loss * out.weight).backward()
             losses.append(out.loss.item() * out.weight.item())
             weights.append(out.weight.item())

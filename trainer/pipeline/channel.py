@@ -4,13 +4,21 @@ from __future__ import annotations
 
 import threading
 import time
-from typing import Generic, TypeVar
+from typing import Generic, NamedTuple, TypeVar
 
 Item = TypeVar("Item")
 
 
 class Stopped(Exception):
     """The run is ending, for a reason that is recorded elsewhere: leave the thread, say nothing."""
+
+
+class Waits(NamedTuple):
+    """Seconds that workers have waited so far, all threads of a side together."""
+
+    data: float  # targets, for rows that are read
+    room: float  # targets, for room in the channel
+    batch: float  # drafters, for a batch
 
 
 class Channel(Generic[Item]):

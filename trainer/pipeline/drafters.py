@@ -12,11 +12,10 @@ from torch._dynamo.exc import RecompileError
 from trainer.modeling.drafter import Drafter
 from trainer.modeling.losses import LossOutput, block_loss, loss_slope
 from trainer.optim import FlatParameters, MasterAdamW, Schedule
-from trainer.pipeline.channel import Channel
 from trainer.pipeline.crew import Crew, Worker
 from trainer.pipeline.exchange import Exchange, Share
 from trainer.pipeline.plan import Course, Plan
-from trainer.pipeline.targets import Delivery, DrafterBatch
+from trainer.pipeline.targets import Delivery, DrafterBatch, Feed
 from trainer.runtime import compile, graphs
 from trainer.runtime.devices import Device
 
@@ -24,7 +23,7 @@ from trainer.runtime.devices import Device
 class Lead(Protocol):
     """What drafter 0 does for all after each step."""
 
-    def after_step(self, step: int, worker: DrafterWorker) -> None: ...
+    def after_step(self, step: int, worker: Learner) -> None: ...
 
 
 class Start:
@@ -49,14 +48,11 @@ def draft(drafter: Drafter, embedding: Tensor, batch: DrafterBatch) -> Tensor:
     return drafter(context, torch.cat((first, masks), 2), batch.anchors, batch.valid, batch.lengths)
 
 
-class DrafterWorker(Worker):
-    """Builds and warms up one replica, then trains it step by step.
-
-    Args:
-        embedding, head: the target's, `[V, D]`, on any device; copied to this one.
-        lead: called after each step, for drafter 0 only.
+class Learner(Worker):
+    """A worker that builds and warms up one replica of the drafter, then trains it step by step.
 
     Attributes:
+        step_ms: milliseconds of a step by bucket length, the exchange left out; measured in the warm-up.
         totals: float64 [3] on the device, since the last `take_totals`: loss, acceptance length, and the number of
             finite steps they are summed over.
         nonfinite: int64 [2] on the device: non-finite steps since the run (or its resumption) began, and the number of
@@ -69,12 +65,8 @@ class DrafterWorker(Worker):
         index: int,
         plan: Plan,
         course: Course,
-        channel: Channel[Delivery],
         exchange: Exchange,
         start: Start,
-        embedding: Tensor,
-        head: Tensor,
-        lead: Lead | None,
     ) -> None:
         super().__init__(crew, f"drafter-{index}", Device(plan.drafter_devices[index]))
         self.index = index
@@ -84,18 +76,22 @@ class DrafterWorker(Worker):
         self.captured = graphs.wanted(plan.config.runtime, self.device.torch)
         self._plan = plan
         self._course = course
-        self._channel = channel
         self._exchange = exchange
         self._start_state = start
-        self._sources = (embedding, head)
-        self._lead = lead
         train = plan.config.train
         self._schedule = Schedule(train.learning_rate, plan.steps, train.warmup_share)
 
-    def work(self) -> None:
+    def learn(self, embedding: Tensor, head: Tensor, feed: Feed, lead: Lead | None) -> None:
+        """Get ready, wait for the others, train to the end.
+
+        Args:
+            embedding, head: the target's, `[V, D]`, on any device; copied to this one.
+            feed: where its batches come from.
+            lead: called after each step, for drafter 0 only.
+        """
         with compile.WARM_UP:
             began = time.monotonic()
-            self._build()
+            self._build(embedding, head)
             for length in sorted(self._plan.batches.buckets.lengths, reverse=True):
                 self.crew.check()
                 self._warm_up(length)
@@ -115,15 +111,15 @@ class DrafterWorker(Worker):
         while step < self._course.last:
             step += 1
             self.at_step = step
-            self._step(step)
+            self._step(step, feed.get(self.index))
             marks.append(self.device.mark())
             marks.pop(0).wait()  # at most two steps are queued on the device
-            if self._lead is not None:
-                self._lead.after_step(step, self)
+            if lead is not None:
+                lead.after_step(step, self)
         self.device.mark().wait()
         self.finished = True
 
-    def _build(self) -> None:
+    def _build(self, embedding: Tensor, head: Tensor) -> None:
         plan, device = self._plan, self.device.torch
         dtype = plan.dtype(device)
         drafter = Drafter(plan.shape, seed=plan.config.train.seed)
@@ -141,7 +137,7 @@ class DrafterWorker(Worker):
         self.optimizer.load(
             **{"masters": initial, **self._start_state.state}, updates=self._start_state.updates
         )
-        self.embedding, self.head = (source.to(device, dtype) for source in self._sources)
+        self.embedding, self.head = (source.to(device, dtype) for source in (embedding, head))
         self.totals = torch.zeros(3, dtype=torch.float64, device=device)
         self.nonfinite = torch.zeros(2, dtype=torch.int64, device=device)
         shapes = len(plan.batches.buckets.lengths)
@@ -218,9 +214,8 @@ class DrafterWorker(Worker):
             slope=self._slope,
         )
 
-    def _step(self, step: int) -> None:
+    def _step(self, step: int, delivery: Delivery) -> None:
         """One optimizer step, of which this worker has one batch. Never asks the device for a value."""
-        delivery = self._channel.get(self.index)
         batch = DrafterBatch(*(self.device.fetch(tensor, delivery.mark) for tensor in delivery.batch))
         if self.captured:
             static, graph = self._backwards[batch.features.shape[1]]
@@ -252,3 +247,30 @@ class DrafterWorker(Worker):
 
     def rate(self, step: int) -> float:
         return self._schedule.rate(step)
+
+
+class DrafterWorker(Learner):
+    """A learner that gets its batches from others.
+
+    Args:
+        embedding, head, feed, lead: as in `Learner.learn`.
+    """
+
+    def __init__(
+        self,
+        crew: Crew,
+        index: int,
+        plan: Plan,
+        course: Course,
+        exchange: Exchange,
+        start: Start,
+        embedding: Tensor,
+        head: Tensor,
+        feed: Feed,
+        lead: Lead | None,
+    ) -> None:
+        super().__init__(crew, index, plan, course, exchange, start)
+        self._given = (embedding, head, feed, lead)
+
+    def work(self) -> None:
+        self.learn(*self._given)

@@ -10,7 +10,8 @@ from typing import Any
 
 from trainer import checkpoint
 from trainer.events import Events
-from trainer.pipeline.drafters import DrafterWorker
+from trainer.pipeline.channel import Waits
+from trainer.pipeline.drafters import Learner
 from trainer.pipeline.plan import Course, Plan
 
 
@@ -22,7 +23,7 @@ class Reporter:
     """Steps to events, at the first step, every `log_every` and the last; checkpoints as configured.
 
     Args:
-        waits: seconds that target and drafter workers have waited for one another so far, summed over threads.
+        waits: how long workers have waited so far.
         settings: `checkpoint.settings` of the run.
         nonfinite: non-finite steps before this run was resumed.
     """
@@ -33,7 +34,7 @@ class Reporter:
         plan: Plan,
         course: Course,
         run_dir: Path,
-        waits: Callable[[], tuple[float, float]],
+        waits: Callable[[], Waits],
         settings: dict[str, Any],
         nonfinite: int = 0,
     ) -> None:
@@ -44,13 +45,13 @@ class Reporter:
         self._waits = waits
         self._settings = settings
         self._nonfinite = nonfinite
-        self._since: tuple[float, int, tuple[float, float]] = (time.monotonic(), plan.first, (0.0, 0.0))
+        self._since: tuple[float, int, Waits] = (time.monotonic(), plan.first, Waits(0.0, 0.0, 0.0))
 
     def begin(self) -> None:
         """The steps begin now: times count from here."""
         self._since = (time.monotonic(), self._plan.first, self._waits())
 
-    def after_step(self, step: int, worker: DrafterWorker) -> None:
+    def after_step(self, step: int, worker: Learner) -> None:
         """Raises NonFinite, CheckpointError."""
         train = self._plan.config.train
         last = step == self._course.last
@@ -62,7 +63,7 @@ class Reporter:
         if save:
             self._save(step, worker, count)
 
-    def _check_finite(self, step: int, worker: DrafterWorker) -> int:
+    def _check_finite(self, step: int, worker: Learner) -> int:
         """Non-finite steps so far. Raises NonFinite where there is one and the run is to stop on it."""
         count, first = worker.take_nonfinite()
         count += self._nonfinite
@@ -77,7 +78,7 @@ class Reporter:
                 )
         return count
 
-    def _tell(self, step: int, worker: DrafterWorker) -> None:
+    def _tell(self, step: int, worker: Learner) -> None:
         loss, length = worker.take_totals()
         plan, now, waits = self._plan, time.monotonic(), self._waits()
         then, step_then, waits_then = self._since
@@ -85,7 +86,9 @@ class Reporter:
         seconds = max(now - then, 1e-9)
         shares = [
             min(1.0, (after - before) / seconds / threads)
-            for after, before, threads in zip(waits, waits_then, (plan.targets, plan.drafters), strict=True)
+            for after, before, threads in zip(
+                waits, waits_then, (plan.targets, plan.targets, plan.drafters), strict=True
+            )
         ]
         steps = step - step_then
         self._events.step(
@@ -98,11 +101,12 @@ class Reporter:
             grad_norm=worker.optimizer.norm.item(),
             samples_per_s=steps * plan.drafters * plan.batches.batch_size / seconds,
             step_s=seconds / steps,
-            target_wait=shares[0],
-            drafter_wait=shares[1],
+            data_wait=shares[0],
+            target_wait=shares[1],
+            drafter_wait=shares[2],
         )
 
-    def _save(self, step: int, worker: DrafterWorker, nonfinite: int) -> None:
+    def _save(self, step: int, worker: Learner, nonfinite: int) -> None:
         plan = self._plan
         began = time.monotonic()
         path = checkpoint.save(

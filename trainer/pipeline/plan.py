@@ -2,11 +2,12 @@
 
 from __future__ import annotations
 
+import dataclasses
 from dataclasses import dataclass
 
 import torch
 
-from trainer.config import Config
+from trainer.config import Config, DevicesConfig
 from trainer.data.batches import BatchPlan
 from trainer.data.dataset import Dataset
 from trainer.modeling.layout import DrafterConfig
@@ -29,6 +30,7 @@ class Plan:
     drafter_devices: tuple[torch.device, ...]
     first: int  # steps already done when the run begins
     steps: int  # optimizer steps of the whole run
+    colocated: bool = False  # worker i is target i and drafter i
 
     @property
     def targets(self) -> int:
@@ -54,6 +56,21 @@ class Plan:
     def dtype(self, device: torch.device) -> torch.dtype:
         """The drafter's compute dtype on a device."""
         return resolve_dtype(self.config.runtime.drafter_dtype, device)
+
+
+def placed(devices: DevicesConfig) -> DevicesConfig:
+    """The devices of a topology that is decided: for colocated, one list of workers, the same for both sides.
+
+    A device gets as many colocated workers as the list that names it more often, so that it may stand in both.
+    """
+    if devices.topology != "colocated":
+        return devices
+    names = [
+        name
+        for name in dict.fromkeys((*devices.targets, *devices.drafters))
+        for _ in range(max(devices.targets.count(name), devices.drafters.count(name)))
+    ]
+    return dataclasses.replace(devices, targets=tuple(names), drafters=tuple(names))
 
 
 def steps_of(config: Config, batches_per_epoch: int, drafters: int) -> int:

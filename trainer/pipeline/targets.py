@@ -2,10 +2,11 @@
 
 from __future__ import annotations
 
+import contextlib
 import functools
 import time
-from collections.abc import Callable
-from typing import NamedTuple
+from collections.abc import Callable, Iterator
+from typing import NamedTuple, Protocol
 
 import torch
 from torch import Tensor
@@ -13,6 +14,7 @@ from torch._dynamo.exc import RecompileError
 
 from trainer.data.errors import DataError
 from trainer.data.prefetch import Prefetcher, Prepared
+from trainer.events import Events
 from trainer.modeling.target import Target, layer_forward
 from trainer.pipeline.channel import Channel
 from trainer.pipeline.crew import Crew, Worker
@@ -57,8 +59,135 @@ def with_labels(prepared: Prepared, count: int, block_size: int) -> DrafterBatch
     )
 
 
+class Feed(Protocol):
+    """Where a drafter worker gets its batches: the channel, or its own target."""
+
+    def get(self, drafter: int) -> Delivery:
+        """The next batch of `drafter`. Raises Stopped when the run ends."""
+        ...
+
+
+class Producer:
+    """One replica of the frozen target on one device, and what makes drafters' batches with it.
+
+    Used by one thread, the one that loaded it.
+
+    Args:
+        load: makes the target on a device.
+    """
+
+    def __init__(
+        self, index: int, plan: Plan, device: Device, load: Callable[[torch.device], Target]
+    ) -> None:
+        self.index = index
+        self.device = device
+        self.compiled = False
+        self.captured = False
+        self.data_wait = 0.0  # seconds that this target has waited for data
+        self._plan = plan
+        # colocated: this thread's own; else a drafter's stream belongs to another thread, on the same device too
+        self._views = [device if plan.colocated else Device(view) for view in plan.drafter_devices]
+        self._load = load
+        self._previous = device.mark()
+        self._graphs: dict[int, tuple[tuple[Tensor, Tensor], graphs.Graph[Tensor]]] = {}
+
+    def prepare(self, events: Events, check: Callable[[], None]) -> Target:
+        """Load the target; compile and capture what it will run. `check` is called between shapes, and may raise."""
+        events.target_loading(index=self.index, device=str(self.device))
+        began = time.monotonic()
+        self.target = self._load(self.device.torch)
+        with compile.WARM_UP:
+            self._warm_up(check)
+        self.device.mark().wait()
+        events.target_ready(index=self.index, device=str(self.device), seconds=time.monotonic() - began)
+        return self.target
+
+    def _warm_up(self, check: Callable[[], None]) -> None:
+        """Compile and capture the shape of each bucket, where the target's layers can be run one by one."""
+        plan, device = self._plan, self.device.torch
+        lengths = sorted(plan.batches.buckets.lengths, reverse=True)
+        self.compiled = self.target.by_layer and compile.wanted(plan.config.runtime, device)
+        self.captured = graphs.wanted(plan.config.runtime, device) and self.target.by_layer
+        if self.compiled:
+            self.target.run_layer = compile.compiled(layer_forward, len(lengths))
+        if not (self.compiled or self.captured):
+            return
+        recorder = graphs.Recorder(self.device) if self.captured else None
+        for length in lengths:
+            check()
+            ids = torch.zeros(plan.config.train.batch_size, length, dtype=torch.int64, device=device)
+            static = (ids, torch.full_like(ids[:, 0], length))
+            self.target.features(*static)
+            if recorder is not None:
+                function = functools.partial(self.target.features, *static)
+                self._graphs[length] = (static, recorder.capture(function))
+
+    @contextlib.contextmanager
+    def reading(self) -> Iterator[Iterator[Prepared]]:
+        """This target's batches, in order, read ahead inside the `with` block."""
+        plan = self._plan
+        with Prefetcher(
+            plan.dataset,
+            plan.batches,
+            plan.batches_of(self.index),
+            count=plan.config.train.anchors,
+            block_size=plan.shape.block_size,
+            depth=plan.config.devices.prefetch_depth,
+            pin=self.device.cuda or any(view.cuda for view in self._views),
+        ) as prefetcher:
+            yield self._timed(iter(prefetcher))
+
+    def _timed(self, batches: Iterator[Prepared]) -> Iterator[Prepared]:
+        while True:
+            began = time.monotonic()
+            prepared = next(batches, None)
+            self.data_wait += time.monotonic() - began
+            if prepared is None:
+                return
+            yield prepared
+
+    def features(self, ids: Tensor, lengths: Tensor) -> Tensor:
+        """`Target.features` as it is run in steps. Captured, the next call writes to the same tensor."""
+        if self.captured:
+            static, graph = self._graphs[ids.shape[1]]
+            graphs.fill(static, (ids, lengths))
+            return graph.replay()
+        try:
+            return self.target.features(ids, lengths)
+        except RecompileError as error:
+            raise compile.named(error, f"a batch of {tuple(ids.shape)}") from error
+
+    def deliver(self, prepared: Prepared) -> Delivery:
+        """Features of a batch, and everything else of it, on its drafter's device; at most two are queued on this one.
+
+        The copies are issued here, in a stream of their own, so that they overlap with what the drafter computes.
+        """
+        plan, to = self._plan, self.device.torch
+        highest, rows = int(prepared.batch.input_ids.max()), plan.shape.vocab_size
+        if highest >= rows:
+            raise DataError(
+                f"the dataset has token {highest}, the target's vocabulary ends at {rows - 1}",
+                where=str(plan.dataset.path),
+                hint="prepare the data with this target's tokenizer",
+            )
+        view = self._views[prepared.k % plan.drafters]
+        ids = prepared.batch.input_ids.to(to, non_blocking=True)
+        features = self.features(ids, prepared.batch.lengths.to(to, non_blocking=True))
+        if self.captured and view is not self.device:
+            features = features.clone()  # the drafter reads it while the next batch is computed
+        done = self.device.mark()
+        host = with_labels(prepared, plan.anchors(ids.shape[1]), plan.shape.block_size)
+        with view.entered():
+            there = [view.fetch(tensor, done) for tensor in host[1:]]
+            features = view.fetch(features, done).to(plan.dtype(view.torch))
+            delivery = Delivery(DrafterBatch(features, *there), view.mark())
+        self._previous.wait()
+        self._previous = delivery.mark
+        return delivery
+
+
 class TargetWorker(Worker):
-    """Loads one replica of the frozen target, then computes every T-th batch and delivers it.
+    """Loads one replica of the frozen target, then computes every T-th batch and puts it into the channel.
 
     Args:
         load: makes the target on a device; called in the worker's thread.
@@ -73,97 +202,20 @@ class TargetWorker(Worker):
         load: Callable[[torch.device], Target],
     ) -> None:
         super().__init__(crew, f"target-{index}", Device(plan.target_devices[index]))
-        self.index = index
         self.at_step = plan.first
         self.target: Target | None = None
+        self.producer = Producer(index, plan, self.device, load)
         self._plan = plan
         self._channel = channel
-        self._load = load
-        self.compiled = False
-        self.captured = False
-        self._graphs: dict[int, tuple[tuple[Tensor, Tensor], graphs.Graph[Tensor]]] = {}
 
     def work(self) -> None:
-        events, plan = self.crew.events, self._plan
-        events.target_loading(index=self.index, device=str(self.device))
-        began = time.monotonic()
-        self.target = self._load(self.device.torch)
-        with compile.WARM_UP:
-            self._warm_up(self.target)
-        self.device.mark().wait()
-        events.target_ready(index=self.index, device=str(self.device), seconds=time.monotonic() - began)
+        self.target = self.producer.prepare(self.crew.events, self.crew.check)
         self.announce_ready()
         self.crew.wait_for_begin()
-        if self.compiled:
+        if self.producer.compiled:
             compile.refuse_recompiles()
-        views = [Device(device) for device in plan.drafter_devices]
-        previous = self.device.mark()
-        indices = plan.batches_of(self.index)
-        with Prefetcher(
-            plan.dataset,
-            plan.batches,
-            indices,
-            count=plan.config.train.anchors,
-            block_size=plan.shape.block_size,
-            pin=self.device.cuda or any(view.cuda for view in views),
-        ) as batches:
-            for k, prepared in zip(indices, batches, strict=True):
+        with self.producer.reading() as batches:
+            for prepared in batches:
                 self.crew.check()
-                self.at_step = k // plan.drafters + 1
-                delivery = self._compute(prepared, views[k % plan.drafters])
-                previous.wait()  # at most two batches are queued on the device
-                previous = delivery.mark
-                self._channel.put(k, delivery)
-
-    def _warm_up(self, target: Target) -> None:
-        """Compile and capture the shape of each bucket, where the target's layers can be run one by one."""
-        plan, device = self._plan, self.device.torch
-        lengths = sorted(plan.batches.buckets.lengths, reverse=True)
-        self.compiled = target.by_layer and compile.wanted(plan.config.runtime, device)
-        self.captured = graphs.wanted(plan.config.runtime, device) and target.by_layer
-        if self.compiled:
-            target.run_layer = compile.compiled(layer_forward, len(lengths))
-        if not (self.compiled or self.captured):
-            return
-        recorder = graphs.Recorder(self.device) if self.captured else None
-        for length in lengths:
-            self.crew.check()
-            ids = torch.zeros(plan.config.train.batch_size, length, dtype=torch.int64, device=device)
-            static = (ids, torch.full_like(ids[:, 0], length))
-            target.features(*static)
-            if recorder is not None:
-                self._graphs[length] = (static, recorder.capture(functools.partial(target.features, *static)))
-
-    def _features(self, ids: Tensor, lengths: Tensor) -> Tensor:
-        assert self.target is not None
-        if self.captured:
-            static, graph = self._graphs[ids.shape[1]]
-            graphs.fill(static, (ids, lengths))
-            return graph.replay().clone()  # the next replay writes there again
-        try:
-            return self.target.features(ids, lengths)
-        except RecompileError as error:
-            raise compile.named(error, f"a batch of {tuple(ids.shape)}") from error
-
-    def _compute(self, prepared: Prepared, view: Device) -> Delivery:
-        """Features of a batch, and everything else of it, on the drafter's device.
-
-        The copies are issued here, in a stream of their own, so that they overlap with what the drafter computes.
-        """
-        to = self.device.torch
-        highest, rows = int(prepared.batch.input_ids.max()), self._plan.shape.vocab_size
-        if highest >= rows:
-            raise DataError(
-                f"the dataset has token {highest}, the target's vocabulary ends at {rows - 1}",
-                where=str(self._plan.dataset.path),
-                hint="prepare the data with this target's tokenizer",
-            )
-        ids = prepared.batch.input_ids.to(to, non_blocking=True)
-        features = self._features(ids, prepared.batch.lengths.to(to, non_blocking=True))
-        done = self.device.mark()
-        plan = self._plan
-        host = with_labels(prepared, plan.anchors(ids.shape[1]), plan.shape.block_size)
-        with view.entered():
-            there = [view.fetch(tensor, done) for tensor in host[1:]]
-            features = view.fetch(features, done).to(plan.dtype(view.torch))
-            return Delivery(DrafterBatch(features, *there), view.mark())
+                self.at_step = prepared.k // self._plan.drafters + 1
+                self._channel.put(prepared.k, self.producer.deliver(prepared))

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import functools
 from collections.abc import Callable
 from dataclasses import dataclass
 
@@ -9,9 +10,10 @@ import torch
 
 from trainer.modeling.drafter import Drafter
 from trainer.modeling.target import Target
-from trainer.pipeline.channel import Channel
+from trainer.pipeline.channel import Channel, Waits
+from trainer.pipeline.colocated import ColocatedWorker
 from trainer.pipeline.crew import Crew
-from trainer.pipeline.drafters import DrafterWorker, Lead, Start
+from trainer.pipeline.drafters import DrafterWorker, Lead, Learner, Start
 from trainer.pipeline.exchange import Exchange
 from trainer.pipeline.plan import Course, Plan
 from trainer.pipeline.targets import Delivery, TargetWorker
@@ -35,43 +37,36 @@ class Training:
             self.plan.first * self.plan.drafters,
         )
         self.exchange = Exchange(self.plan.drafters, self.course.decide)
-        self.targets: list[TargetWorker] = []
-        self.drafters: list[DrafterWorker] = []
+        self.targets: list[TargetWorker | ColocatedWorker] = []
+        self.drafters: list[Learner] = []
         self.crew.on_stop(self.channel.close)
         self.crew.on_stop(self.exchange.abort)
 
     def load_targets(self) -> None:
-        """Start the target workers, each when the one before has its model."""
+        """Start the workers that have a target, each when the one before has its model."""
         self.crew.events.targets_loading(count=self.plan.targets)
         for index in range(self.plan.targets):
-            worker = TargetWorker(self.crew, index, self.plan, self.channel, self.load)
+            worker = self._target(index)
             self.targets.append(worker)
             self.crew.add(worker)
-            self._wait_ready(worker)
+            self.crew.wait(functools.partial(_is_loaded, worker))
 
     def start_drafters(self, lead: Lead) -> None:
-        """Start the drafter workers, each when the one before is warm."""
+        """Start the drafters, each when the one before is warm. `lead` is called after each step of the first."""
         parameters = sum(p.numel() for p in _on_meta(self.plan).parameters())
         self.crew.events.drafters_starting(count=self.plan.drafters, parameters=parameters)
-        loaded = [worker.target for worker in self.targets if worker.target is not None]
-        for index, device in enumerate(self.plan.drafter_devices):
-            # from a target on the same device where there is one: then it is no copy at all
-            source = next((target for target in loaded if target.device == device), loaded[0])
-            worker = DrafterWorker(
-                self.crew,
-                index,
-                self.plan,
-                self.course,
-                self.channel,
-                self.exchange,
-                self.start,
-                source.embedding,
-                source.head,
-                lead if index == 0 else None,
-            )
+        for index in range(self.plan.drafters):
+            leading = lead if index == 0 else None
+            worker: Learner
+            there = self.targets[index] if self.plan.colocated else None
+            if isinstance(there, ColocatedWorker):
+                there.start_drafter(leading)
+                worker = there
+            else:
+                worker = self._drafter(index, leading)
+                self.crew.add(worker)
             self.drafters.append(worker)
-            self.crew.add(worker)
-            self._wait_ready(worker)
+            self.crew.wait(functools.partial(_is_ready, worker))
 
     def train(self) -> None:
         """Let all go, until the last step is done and saved."""
@@ -79,8 +74,32 @@ class Training:
         self.crew.wait(lambda: all(worker.finished for worker in self.drafters))
         compile.refuse_recompiles(False)
 
-    def _wait_ready(self, worker: TargetWorker | DrafterWorker) -> None:
-        self.crew.wait(lambda: worker.ready)
+    def waits(self) -> Waits:
+        """How long workers have waited so far."""
+        room, batch = self.channel.waits()
+        return Waits(sum(worker.producer.data_wait for worker in self.targets), room, batch)
+
+    def _target(self, index: int) -> TargetWorker | ColocatedWorker:
+        if not self.plan.colocated:
+            return TargetWorker(self.crew, index, self.plan, self.channel, self.load)
+        joined = (self.plan, self.course, self.exchange, self.start)
+        return ColocatedWorker(self.crew, index, *joined, self.load)
+
+    def _drafter(self, index: int, lead: Lead | None) -> DrafterWorker:
+        device = self.plan.drafter_devices[index]
+        loaded = [worker.target for worker in self.targets if worker.target is not None]
+        # from a target on the same device where there is one: then it is no copy at all
+        source = next((target for target in loaded if target.device == device), loaded[0])
+        joined = (self.plan, self.course, self.exchange, self.start)
+        return DrafterWorker(self.crew, index, *joined, source.embedding, source.head, self.channel, lead)
+
+
+def _is_loaded(worker: TargetWorker | ColocatedWorker) -> bool:
+    return worker.target is not None
+
+
+def _is_ready(worker: Learner) -> bool:
+    return worker.ready
 
 
 def _on_meta(plan: Plan) -> Drafter:
