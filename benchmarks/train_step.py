@@ -13,9 +13,12 @@ import argparse
 import functools
 import sys
 
-import peers
+from trainer.runtime import cache
 
-from trainer import bench
+cache.use()  # before PyTorch is imported
+import peers  # noqa: E402
+
+from trainer import bench  # noqa: E402
 
 if __name__ == "__main__":
     parser = argparse.ArgumentParser(

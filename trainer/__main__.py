@@ -7,6 +7,8 @@ import importlib
 import sys
 from collections.abc import Sequence
 
+from trainer.runtime import cache
+
 # Each module has add_arguments(parser) and run(args) -> exit code; only the one asked for is imported.
 COMMANDS = {
     "prepare": ("trainer.data.prepare", "turn chat JSONL into a memory-mapped dataset"),
@@ -16,6 +18,8 @@ COMMANDS = {
     "export": ("trainer.export", "write a checkpoint in a layout that serving engines read"),
 }
 
+COMPILING = ("train", "bench")
+
 
 def main(argv: Sequence[str] | None = None) -> int:
     """Run one subcommand. Returns its exit code; 1 for data or a configuration that can't be used."""
@@ -23,6 +27,8 @@ def main(argv: Sequence[str] | None = None) -> int:
     from trainer.data.errors import DataError
 
     argv = sys.argv[1:] if argv is None else list(argv)
+    if argv[:1] and argv[0] in COMPILING:
+        cache.use()  # before PyTorch is imported
     parser = argparse.ArgumentParser(prog="python -m trainer", description="Trains DFlash drafters.")
     commands = parser.add_subparsers(dest="command", required=True, metavar="COMMAND")
     chosen = None

@@ -29,7 +29,7 @@ from trainer.config import RuntimeConfig
 from trainer.modeling import attention
 from trainer.modeling.target import Target
 from trainer.options import at_least
-from trainer.runtime import devices, graphs
+from trainer.runtime import cache, devices, graphs
 from trainer.runtime.devices import Device
 from trainer.variants import VARIANTS, Bench, Phases
 from trainer.workload import SHAPES, Workload, drafter_config, useful_flops
@@ -272,6 +272,7 @@ def _report(work: Workload, device: Device) -> dict[str, Any]:
     print(
         f"{report['device']}, torch {report['torch']}: matrix products at {report['matmul_tflops']} TFLOP/s"
     )
+    print(cache.description())
     print(
         f"Qwen3-{work.shape} target, {work.batch} x {work.sequence} tokens, {work.anchors} blocks of {work.block}"
     )

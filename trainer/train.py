@@ -33,7 +33,7 @@ from trainer.pipeline.drafters import Start
 from trainer.pipeline.lead import NonFinite, Reporter
 from trainer.pipeline.plan import Course, Plan, placed, steps_of
 from trainer.pipeline.training import Training
-from trainer.runtime import devices
+from trainer.runtime import cache, compile, devices
 from trainer.runtime.signals import Interrupted, Signals
 
 PLAIN = (ConfigError, DataError, CheckpointError, NonFinite)
@@ -123,6 +123,8 @@ class Run:
             seed=config.train.seed,
             resumed_step=self._done,
         )
+        if any(compile.wanted(config.runtime, device) for device in (*target_devices, *drafter_devices)):
+            print(cache.description(), flush=True)
         dataset, batches = self._open_data(config)
         if config.evaluate.prompts:  # read now: a wrong path is not to come to light after training
             tokenizer = load_tokenizer(self._path(config.target.model))

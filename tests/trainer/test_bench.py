@@ -77,7 +77,7 @@ def test_bench_prints_a_line_a_variant_and_writes_json(
         assert 0 < result["share_of_limit"] < 1
         assert result["kernels"]
     lines = capsys.readouterr().out.splitlines()
-    assert [line.split()[0] for line in lines[2:]] == ["batch", "plain", "eager"]
+    assert [line.split()[0] for line in lines[3:]] == ["batch", "plain", "eager"]
 
 
 def test_others_come_last_and_what_they_raise_is_told(
