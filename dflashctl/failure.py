@@ -2,7 +2,9 @@
 
 from __future__ import annotations
 
+import re
 from collections.abc import Mapping
+from dataclasses import replace
 from pathlib import Path
 from typing import Any
 
@@ -17,9 +19,7 @@ def explain(s: Snapshot, facts: Mapping[str, Any]) -> Diagnosis:
         facts: the exit record (docs/architecture.md, "Diagnosis").
     """
     found = examine(s, facts)
-    if found.class_ in (None, "unknown"):
-        return _reported(s) or found
-    return found
+    return _reported(s, found) or found
 
 
 def behind_stall(s: Snapshot) -> Diagnosis | None:
@@ -45,29 +45,40 @@ def examine(s: Snapshot, facts: Mapping[str, Any], signatures: Path | None = Non
     )
 
 
-def _reported(s: Snapshot) -> Diagnosis | None:
-    """The trainer's own `failed` event: a message, where it has them a place and a `fix:` line."""
+_TYPE = re.compile(r"^\w+(?:Error|Exception): ")
+
+
+def _reported(s: Snapshot, found: Diagnosis) -> Diagnosis | None:
+    """In the trainer's own words, where its `failed` event tells more than the log: a message, a place, a `fix:` line."""
     event = (s.events.phases.get("failed") or ({},))[0]
     said = [line.strip() for line in text(event.get("error")).splitlines() if line.strip()]
-    if not said:
-        return None
     worker = text(event.get("worker")) or "a worker"
+    root = _report_line(s, worker)
+    if not said or (found.class_ not in (None, "unknown") and (found.root is None or found.root != root)):
+        return None
     device = text(event.get("device"))
     fixes = tuple(line.removeprefix("fix:").strip() for line in said if line.startswith("fix:"))
-    root = None
-    for number, line in enumerate(s.log.lines, s.log.first_line or 1):
-        if line.startswith(f"{worker} on ") and " failed at step " in line:
-            root = Place("run.log", number, line)
-            break
     rest = "; ".join(line for line in said[1:] if not line.startswith("fix:"))
-    return Diagnosis(
-        "failed",
-        "reported",
-        "certain",
-        said[0],
+    known = found.class_ not in (None, "unknown")
+    return replace(
+        found,
+        verdict="failed",
+        class_=found.class_ if known else "unknown",
+        confidence="certain",
+        title=_TYPE.sub("", said[0]),
         where=f"{worker} on {device}" if device else worker,
         root=root,
-        cause=rest,
-        advice=fixes or ("mend what it names",),
+        evidence=(),
+        cause=rest or (found.cause if known else ""),
+        advice=fixes or (found.advice if known else ("mend what it names",)),
         retry="not as it is",
+        rule=found.rule if known else "reported",
     )
+
+
+def _report_line(s: Snapshot, worker: str) -> Place | None:
+    """Where the log holds the trainer's report."""
+    for number, line in enumerate(s.log.lines, s.log.first_line or 1):
+        if line.startswith(f"{worker} on ") and " failed at step " in line:
+            return Place("run.log", number, line)
+    return None

@@ -13,6 +13,7 @@ from typing import Any
 
 from dflashctl.diagnose import Diagnosis
 from dflashctl.diagnose.gpus import BUSY_UTIL_PCT, SPINNING_W, numbers
+from dflashctl.diagnose.model import STOPPED_BY_US
 from dflashctl.errors import ExitCode
 from dflashctl.failure import behind_stall, explain
 from dflashctl.pace import STALL_FLOOR, patience, read_rate, remaining, stall_limit
@@ -20,9 +21,6 @@ from dflashctl.phases import PHASE_WORDS, Rung, doing, ladder, last_event, phase
 from dflashctl.recovery import again, mended
 from dflashctl.snapshot import Snapshot, State, Step, finite, text, whole
 from dflashctl.words import count, duration, size
-
-STOPPED_BY_US = "dflashctl stop"
-"""Who the supervisor names when we asked; anybody else is named by what came."""
 
 HEARTBEAT_OLD = 30.0
 """Seconds without a supervisor heartbeat (it writes one every 5 s) after which we say so."""

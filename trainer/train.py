@@ -30,13 +30,13 @@ from trainer.modeling.target import Target, load_config
 from trainer.pipeline.channel import Stopped
 from trainer.pipeline.crew import Crew
 from trainer.pipeline.drafters import Start
-from trainer.pipeline.lead import NonFinite, Reporter
+from trainer.pipeline.lead import NonFiniteError, Reporter
 from trainer.pipeline.plan import Course, Plan, placed, steps_of
 from trainer.pipeline.training import Training
 from trainer.runtime import cache, compile, devices
 from trainer.runtime.signals import Interrupted, Signals
 
-PLAIN = (ConfigError, DataError, CheckpointError, NonFinite)
+PLAIN = (ConfigError, DataError, CheckpointError, NonFiniteError)
 """Errors that a person mends: one message, no traceback (unless DFLASH_DEBUG=1)."""
 
 

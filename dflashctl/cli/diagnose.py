@@ -22,7 +22,7 @@ EXIT_CODES = {
     "degraded": ExitCode.STALLED,
     "warming": ExitCode.WARMING,
 }
-"""Verdicts that are not good news; the others exit with 0."""
+"""Verdicts that are not good news; the others exit with 0, and so does a stop that was asked for."""
 
 
 def diagnose(
@@ -105,6 +105,13 @@ def diagnose(
     else:
         out = terminal.stdout()
         out.print(diagnosis.screen(found, out, full=full, explain=explain))
+    return exit_code(found)
+
+
+def exit_code(found: Diagnosis) -> int:
+    """The verdict's, as `status` would exit: a stop from outside (its class says by what) is not what was asked for."""
+    if found.verdict == "stopped" and found.class_ is not None:
+        return ExitCode.FAILED
     return EXIT_CODES.get(found.verdict, ExitCode.OK)
 
 

@@ -20,7 +20,7 @@ from typing import Any
 
 from dflashctl.diagnose import gpus
 from dflashctl.diagnose import signatures as sig
-from dflashctl.diagnose.model import Confidence, Diagnosis, Place, VerdictName
+from dflashctl.diagnose.model import STOPPED_BY_US, Confidence, Diagnosis, Place, VerdictName
 from dflashctl.diagnose.scanner import Scanner
 from dflashctl.diagnose.tracebacks import Finding
 
@@ -70,7 +70,7 @@ def conclude(
     """The diagnosis of one run from its logs, each read to its end by a scanner (`close` was called), and the facts.
 
     facts: what was measured beside the logs (`process_alive`, `exit_code`, `signal`, `oom_kills`, `gpu_util_pct`,
-    `gpu_power_w`, `cpu_util_pct`, `child_processes`, `seconds_since_last_line`, `stop_requested`, `stall_after_s`),
+    `gpu_power_w`, `cpu_util_pct`, `child_processes`, `seconds_since_last_line`, `stop_requested`, `stopped_by`, `stall_after_s`),
     any of them absent. notes: what could not be read.
     """
     found = _Case(scanners, dict(facts or {}), signatures or sig.load()).decide()
@@ -109,11 +109,20 @@ class _Case:
     def decide(self) -> Diagnosis:
         if self.alive is True:
             return self._living()
+        asked = bool(self.facts.get("stop_requested")) and self.code in (143, 137, 130, 0, 128, None)
+        if asked and not (self.code == 0 and self._finished()):
+            return self._stopped()
         if self.code == 0:
             return self._say("finished", None)
         if self.code is None and (self.alive is None or self._finished()):
             return self._unmeasured()
         return self._dead()
+
+    def _stopped(self) -> Diagnosis:
+        """It was told to stop: nothing is wrong where a person asked for that."""
+        if self.facts.get("stopped_by") in (None, "", STOPPED_BY_US):
+            return self._say("stopped", None)
+        return self._say("stopped", self._by_code("preempted-sigterm"), others=self._kept(living=False))
 
     def _living(self) -> Diagnosis:
         silent = self.facts.get("seconds_since_last_line")
@@ -197,8 +206,6 @@ class _Case:
 
     def _dead(self) -> Diagnosis:
         kept = self._kept(living=False)
-        if self.facts.get("stop_requested") and self.code in (143, 137, 130, 0, 128, None):
-            return self._say("stopped", self._by_code("preempted-sigterm"), others=kept)
         oom = self.facts.get("oom_kills")
         if isinstance(oom, int) and oom > 0 and self.code in (137, 1, None):
             named = [f for f in kept if f.cls in ("cgroup-oom", "host-oom-kill")]
@@ -368,7 +375,7 @@ class _Case:
         self.fired.append(f"line {f.line}: {f.cls} (tier {f.tier}, {f.kind}): the root")
         return Diagnosis(
             verdict,
-            f.cls,
+            s.class_ if s else f.cls,
             confidence,
             title.format_map(values),
             _where(f, self.facts.get("gpu_pci")),
@@ -382,6 +389,7 @@ class _Case:
             tuple(a.format_map(values) for a in s.advice) if s else ("read the lines above the root line",),
             s.retry if s else "once",
             fired=tuple(self.fired),
+            rule=f.cls if s and s.class_ != f.cls else "",
         )
 
 

@@ -103,7 +103,9 @@ def record(folder: Path) -> dict[str, Any]:
     if not isinstance(raw, Mapping) or raw.get("status") != "exited":
         return {}
     kept = {
-        k: raw[k] for k in ("exit_code", "signal", "oom_kills", "stop_requested") if raw.get(k) is not None
+        k: raw[k]
+        for k in ("exit_code", "signal", "oom_kills", "stop_requested", "stopped_by")
+        if raw.get(k) is not None
     }
     return {"process_alive": False, **kept}
 

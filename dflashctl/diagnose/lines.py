@@ -41,6 +41,8 @@ _PROGRESS = re.compile(
     | (?<![\d.])\d[\d.]{0,15}[kMG]?/\d[\d.]{0,15}[kMG]?\s*\[[\d:]{1,12}<
     """
 )
+_FAILURE = re.compile(r"^[\w.]{1,200}(?:Error|Exception): |\bfailed at (?:global[_ ]?)?step\b")
+_REPORT = re.compile(r"^[\w-]{1,40} on [\w:]{1,20} failed at step \d{1,12}: ")
 _RATE = re.compile(r"\d ?(?:[kMG]?i?B|it|\w{2,12})/s\b|\ds/\w{2,12}\b")
 _AT_ZERO = re.compile(r"\b0/\d+ \[[\d:]{1,12}<\?")
 _MEASURE = re.compile(
@@ -145,11 +147,16 @@ def clock(text: str) -> float | None:
 
 
 def is_progress(text: str) -> bool:
-    """Whether the line shows that training went on; a bar at zero, which has done nothing yet, does not."""
+    """Whether the line shows that training went on: not a bar at zero, nor an error that names its step and loss."""
     text = text[:2000]
-    if not _PROGRESS.search(text) or _AT_ZERO.search(text):
+    if not _PROGRESS.search(text) or _AT_ZERO.search(text) or _FAILURE.search(text):
         return False
     return bool(_MEASURE.search(text) or _RATE.search(text))
+
+
+def is_report(text: str) -> bool:
+    """Whether our trainer says here what ended it; whatever words of going on follow are advice."""
+    return bool(_REPORT.match(text[:100]))
 
 
 def is_finish(text: str) -> bool:

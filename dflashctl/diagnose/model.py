@@ -7,6 +7,9 @@ from typing import Any, Literal
 
 SCHEMA = 1
 
+STOPPED_BY_US = "dflashctl stop"
+"""Whom the supervisor's record names where a person asked for the stop; anybody else is named by what came."""
+
 VerdictName = Literal["healthy", "warming", "finished", "failed", "stalled", "degraded", "stopped"]
 Confidence = Literal["certain", "likely", "guess"]
 
@@ -26,7 +29,8 @@ class Diagnosis:
 
     Attributes:
         verdict: what the run is; a missing fact never turns into a verdict.
-        class_: a class of signatures.toml, `unknown`, or None where nothing is wrong.
+        class_: a class of signatures.toml, `unknown`, or None where nothing is wrong (a stop that was asked for included).
+        rule: the signature that says so, where it is a finer one than the class.
         title: one sentence; `where` names worker, rank, thread or GPU as far as the log does.
         cascades: later errors that follow from the root.
         notes: what could not be read, or not be decided.
@@ -46,6 +50,7 @@ class Diagnosis:
     retry: str = ""
     notes: tuple[str, ...] = ()
     fired: tuple[str, ...] = field(default=(), repr=False)
+    rule: str = ""
 
     def to_json(self) -> dict[str, Any]:
         """The object that `dflashctl diagnose --json` prints; outside tools build on it."""

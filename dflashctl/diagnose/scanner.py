@@ -377,7 +377,8 @@ class Scanner:
         s, pattern, captures = found
         matched = pattern.regex.search(text)
         beside = text[: matched.start()] + " " + text[matched.end() :] if matched else text
-        excused = s.tier > 1 and line.level not in ("E", "F") and _says_survived(beside)
+        final = s.tier == 1 or line.level in ("E", "F") or ln.is_report(text)
+        excused = not final and _says_survived(beside)
         self._add(
             Finding(
                 s.name,

@@ -41,9 +41,10 @@ class Pattern:
 
 @dataclass(frozen=True)
 class Signature:
-    """One class of failure; see the head of signatures.toml for the meaning of each field."""
+    """One rule; see the head of signatures.toml for the meaning of each field. Several rules may name one class."""
 
     name: str
+    class_: str
     group: str
     tier: int
     role: str
@@ -181,6 +182,7 @@ def parse(raw: dict[str, Any], source: str) -> list[Signature]:
         out.append(
             Signature(
                 name,
+                body.get("class", name),
                 body.get("group", "user"),
                 int(body.get("tier", 4)),
                 body.get("role", "root"),

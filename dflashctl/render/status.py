@@ -119,7 +119,7 @@ def field(name: str, value: str, terminal: Terminal, *style: str) -> list[str]:
 
 def diagnosis_lines(found: Diagnosis, terminal: Terminal) -> list[str]:
     """Class, confidence, what it means, the lines that show it, and what follows from it."""
-    class_ = found.class_ or found.verdict
+    class_ = found.rule or found.class_ or found.verdict
     where = f" ({found.where})" if found.where and found.where not in found.title else ""
     out = wrap(harmless(f"{class_} ({found.confidence}): {found.title}{where}"), terminal.columns, "  ")
     out[0] = out[0].replace(class_, terminal.style(class_, "bold", "red"), 1)

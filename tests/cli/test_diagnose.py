@@ -69,7 +69,9 @@ def test_explain_and_full() -> None:
         ),
         (b"loading\n", {"process_alive": True}, 5),
         (b"step 1 | loss 2.0\n", {"process_alive": False, "exit_code": 0}, 0),
-        (b"^C\nKeyboardInterrupt\n", {"process_alive": False, "exit_code": 130}, 0),
+        (b"^C\nKeyboardInterrupt\n", {"process_alive": False, "exit_code": 130}, 3),
+        (b"step 1 | loss 2.0\n", {"process_alive": False, "exit_code": 143}, 3),
+        (b"step 1 | loss 2.0\n", {"process_alive": False, "exit_code": 143, "stop_requested": 9.0}, 0),
     ],
 )
 def test_exit_codes(tmp_path: Path, log: bytes, facts: dict[str, object], code: int) -> None:

@@ -13,6 +13,8 @@ from dflashctl.diagnose import Diagnosis, diagnose
 from tests.diagnose import variants
 
 CORPUS = Path(__file__).parents[1] / "data" / "crash-corpus"
+CONTRACT = {None, "unknown"} | set(json.loads((CORPUS / "classes.json").read_text("utf-8"))) - {"benign"}
+"""What `class` may be in `--json`, unless a file of the user's own adds to it."""
 VERDICTS = {"crashed": "failed", "hung": "stalled"}
 
 

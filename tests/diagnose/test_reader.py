@@ -125,6 +125,7 @@ def test_mutated_logs(seed: int, facts: dict[str, object]) -> None:
         lines[i] = lines[i][:at] + junk + lines[i][at + rng.randint(0, 5) :]
     log = b"\n".join(lines)
     found = engine.conclude([by_shape(log, rng.randint(1, 4))], facts, KNOWN)
+    assert found.class_ in report.CONTRACT
     if found.root is not None:
         assert 1 <= found.root.line <= len(lines)
 

@@ -193,7 +193,7 @@ def test_kill_9_is_no_memory_kill(runs: Runs) -> None:
     verdict = runs.ended("kill9")
     assert verdict.state == "failed"
     assert verdict.diagnosis is not None
-    assert verdict.diagnosis.class_ == "killed"
+    assert (verdict.diagnosis.class_, verdict.diagnosis.rule) == ("unknown", "killed")
 
 
 def test_the_containers_memory_limit(runs: Runs) -> None:

@@ -11,6 +11,7 @@ import pytest
 from dflashctl.diagnose import diagnose
 from dflashctl.diagnose import signatures as sig
 from dflashctl.errors import ConfigError
+from tests.diagnose import report
 
 EXAMPLES = Path(__file__).parents[1] / "data" / "diagnose" / "patterns.examples"
 KNOWN = sig.load()
@@ -45,6 +46,12 @@ def test_finds_its_example_and_lets_the_near_miss_pass(name: str, number: int, p
         assert found[0].name == name, "another class takes its example first"
     if {"line", "warn", "hint"} & set(pattern.scopes):
         assert KNOWN.may_match(positive), "the prefilter drops it"
+
+
+def test_each_rule_names_a_class_that_outside_tools_know() -> None:
+    """They build on classes.json; a rule may be finer, its class may not."""
+    assert {s.class_ for s in KNOWN.by_name.values()} | {None, "unknown"} == report.CONTRACT
+    assert {name for name, s in KNOWN.by_name.items() if s.class_ != name} == {"killed"}
 
 
 def test_every_example_belongs_to_a_pattern() -> None:

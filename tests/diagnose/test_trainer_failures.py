@@ -76,21 +76,17 @@ class Trainer:
             )
 
     def status(self, run_id: str, *args: str) -> dict[str, Any]:
-        argv = [
-            sys.executable,
-            "-m",
-            "dflashctl",
-            "status",
-            run_id,
-            "--json",
-            "--hosts",
-            str(self.hosts),
-            *args,
-        ]
+        return json.loads(self._json("status", run_id, "--hosts", str(self.hosts), *args))
+
+    def diagnose(self, *args: str) -> str:
+        return self._json("diagnose", *args)
+
+    def _json(self, *args: str) -> str:
+        argv = [sys.executable, "-m", "dflashctl", *args, "--json"]
         environment = {**os.environ, "XDG_STATE_HOME": str(self.folder / "state")}
         done = subprocess.run(argv, capture_output=True, text=True, check=False, env=environment, cwd=ROOT)
         assert done.stdout, done.stderr
-        return json.loads(done.stdout)
+        return done.stdout
 
     def ended(self, run_id: str) -> dict[str, Any]:
         self.runner.ended(run_id, 90)
@@ -218,10 +214,23 @@ def test_a_loss_that_is_no_number_stops_the_run(trainer: Trainer) -> None:
     answer = trainer.ended("nan")
     found = answer["diagnosis"]
     assert (answer["state"], answer["exit_code"]) == ("failed", 3)
-    assert (found["class"], found["where"]) == ("reported", "drafter-0 on cpu")
-    assert found["root"]["text"].startswith(
-        "drafter-0 on cpu failed at step 3: the loss or its gradient became NaN"
+    assert (found["class"], found["confidence"], found["where"]) == (
+        "loss-diverged",
+        "certain",
+        "drafter-0 on cpu",
     )
+    assert found["root"]["text"].startswith(
+        "drafter-0 on cpu failed at step 3: NonFiniteError: the loss or its gradient became NaN"
+    )
+    folder = trainer.runner.run_dir("nan")
+    alone = json.loads(trainer.diagnose(str(folder / "run.log")))  # the log, without any record
+    assert (alone["verdict"], alone["class"], alone["root"]["line"]) == (
+        "failed",
+        "loss-diverged",
+        found["root"]["line"],
+    )
+    for args in ((str(folder),), ("--run", "nan", "--hosts", str(trainer.hosts))):
+        assert json.loads(trainer.diagnose(*args))["root"] == found["root"]
 
 
 def test_a_loss_that_is_no_number_is_skipped(trainer: Trainer) -> None:

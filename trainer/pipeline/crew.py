@@ -135,9 +135,11 @@ class Crew:
 
 
 def _line(error: BaseException, plain: bool) -> str:
-    """A plain error as it is; of others the first line, since compilers put whole programs into their messages."""
+    """`Type: message`; of errors that are not plain the first line, since compilers put whole programs into their messages."""
     text = str(error).strip()
-    return text if plain else f"{type(error).__name__}: {text.splitlines()[0] if text else ''}"[:500]
+    if not plain:
+        text = text.partition("\n")[0][:500]
+    return f"{type(error).__name__}: {text}"
 
 
 class Worker(threading.Thread):

@@ -15,7 +15,7 @@ from trainer.pipeline.drafters import Learner
 from trainer.pipeline.plan import Course, Plan
 
 
-class NonFinite(ArithmeticError):
+class NonFiniteError(FloatingPointError):
     """The loss or the gradient is NaN or inf, and the run is to stop on that."""
 
 
@@ -52,7 +52,7 @@ class Reporter:
         self._since = (time.monotonic(), self._plan.first, self._waits())
 
     def after_step(self, step: int, worker: Learner) -> None:
-        """Raises NonFinite, CheckpointError."""
+        """Raises NonFiniteError, CheckpointError."""
         train = self._plan.config.train
         last = step == self._course.last
         save = last or (train.checkpoint_every > 0 and step % train.checkpoint_every == 0)
@@ -64,7 +64,7 @@ class Reporter:
             self._save(step, worker, count)
 
     def _check_finite(self, step: int, worker: Learner) -> int:
-        """Non-finite steps so far. Raises NonFinite where there is one and the run is to stop on it."""
+        """Non-finite steps so far. Raises NonFiniteError where there is one and the run is to stop on it."""
         count, first = worker.take_nonfinite()
         count += self._nonfinite
         if first:
@@ -72,7 +72,7 @@ class Reporter:
             action = "stopping" if stop else "not applied, going on"
             self._events.nonfinite(step=first, what="loss or gradient", action=action, count=count)
             if stop:
-                raise NonFinite(
+                raise NonFiniteError(
                     f"the loss or its gradient became NaN or inf at step {first}; the weights are as before it and "
                     f'nothing was saved since. Lower train.learning_rate, or set train.nonfinite = "skip"'
                 )

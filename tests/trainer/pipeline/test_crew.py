@@ -85,7 +85,7 @@ def test_a_plain_error_has_no_traceback(capsys: pytest.CaptureFixture[str]) -> N
     worker.error = Told("no such folder")
     crew.add(worker)
     crew.join()
-    assert stream.getvalue() == "target-0 on cpu failed at step 7: no such folder\n"
+    assert stream.getvalue() == "target-0 on cpu failed at step 7: Told: no such folder\n"
     assert capsys.readouterr().err == ""
 
 
