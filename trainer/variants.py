@@ -125,15 +125,15 @@ class Bench:
         phases: Phases = [
             ("target", target), ("draft", draft_forward), ("loss", loss), ("backward", backward), ("optimizer", update),
         ]  # fmt: skip
-        return self._captured(phases) if variant == "graphs" else phases
+        return self.captured(phases) if variant == "graphs" else phases
 
     def _trained(self) -> tuple[Drafter, FlatParameters, MasterAdamW]:
         drafter = self.drafter()
         flat = FlatParameters(drafter)
         return drafter, flat, MasterAdamW(flat)
 
-    def _captured(self, phases: Phases) -> Phases:
-        """Three graphs, as the workers have them: target; drafter forward, loss and backward; update."""
+    def captured(self, phases: Phases) -> Phases:
+        """`phases` as three graphs, as the workers have them: target; drafter forward, loss and backward; update."""
         run = dict(phases)
 
         def learn() -> None:
