@@ -70,23 +70,29 @@ def _in_threads(count: int, work: Callable[[int], Any]) -> list[Any]:
 
 
 GRAPH_TREES = """
-import threading
+import collections, sys, threading
 import torch
-import torch._inductor.cudagraph_trees  # makes the state of the thread that imports it: this one
+import torch._inductor.cudagraph_trees as trees  # makes the state of the thread that imports it: this one
 
 def step(model, x):
     return model(x).square().mean()
 
 def work(index):
+    if sys.argv[1] == "made in the worker":
+        trees.local.tree_manager_containers = {}
+        trees.local.tree_manager_locks = collections.defaultdict(threading.Lock)
+    compiled = torch.compile(step, mode="reduce-overhead", dynamic=False)
     try:
-        compiled = torch.compile(step, mode="reduce-overhead", dynamic=False)
         for _ in range(3):
-            compiled(models[index], torch.ones(8, 64, device="cuda")).backward()
+            where = "forward"
+            loss = compiled(models[index], torch.ones(8, 64, device="cuda"))
+            where = "backward"
+            loss.backward()
     except BaseException as error:
-        raised[index] = type(error).__name__
+        raised[index] = f"{where}:{type(error).__name__}"
 
 models = [torch.nn.Linear(64, 64).cuda() for _ in range(3)]
-raised = [""] * 3
+raised = ["nothing"] * 3
 for index in range(3):  # one after another: it is not for want of a lock
     thread = threading.Thread(target=work, args=(index,))
     thread.start()
@@ -100,13 +106,22 @@ print(*raised, flush=True)
 @pytest.mark.skipif(
     torch.__version__ >= "2.13", reason="PyTorch 2.13 makes the state of graph trees in each thread"
 )
-def test_graph_trees_fail_in_threads() -> None:
-    """What is avoided: `mode="reduce-overhead"` in other threads than the one that imported graph trees.
+@pytest.mark.parametrize(
+    ("state", "raised"),
+    [("none", "forward:AssertionError"), ("made in the worker", "backward:AssertionError")],
+)
+def test_graph_trees_fail_in_threads(state: str, raised: str) -> None:
+    """The failure that explicit graphs avoid: a worker thread calls a step compiled with `mode="reduce-overhead"`.
+
+    The state of graph trees is that of the thread that imported them. Given to the worker as well, the forward passes,
+    and the backward fails, since autograd runs it in a thread of its own.
 
     In a process of its own, since what is left of such threads has been seen to end the interpreter.
     """
-    run = subprocess.run([sys.executable, "-c", GRAPH_TREES], capture_output=True, text=True, timeout=150)
-    assert run.stdout.split() == ["AssertionError"] * 3, run.stderr[-2000:]
+    run = subprocess.run(
+        [sys.executable, "-c", GRAPH_TREES, state], capture_output=True, text=True, timeout=150
+    )
+    assert run.stdout.split() == [raised] * 3, run.stderr[-2000:]
 
 
 class _Trainer:
