@@ -86,6 +86,8 @@ def ladder(s: Snapshot) -> tuple[Rung, ...]:
     listed = buckets.get("buckets")
     padding = finite(buckets.get("padding"))
     detail = f"{len(listed)} bucket{'s' if len(listed) != 1 else ''}" if isinstance(listed, list) else ""
+    if buckets.get("packed") is True:
+        detail = "packed"
     detail += f", {padding * 100:.1f} % padding" if padding is not None else ""
     rungs.append(_rung("buckets", buckets, detail.removeprefix(", ")))
     for name, event, word in (("targets", "target_ready", "loaded"), ("drafters", "drafter_ready", "ready")):

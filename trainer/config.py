@@ -42,8 +42,9 @@ class DataConfig:
     path: str = (
         "bundled:tiny/train.jsonl"  # a prepared folder, or chat JSONL that is prepared (once) into the cache
     )
-    max_length: int = 3072  # tokens; longer rows are cut
-    bucket_count: int = 8  # at most this many length buckets
+    max_length: int = 3072  # tokens; longer samples are cut; the length of packed rows
+    packing: str = "auto"  # auto | on | off: several samples a row; auto: if that wastes less than buckets do
+    bucket_count: int = 8  # at most this many length buckets, where rows are not packed
 
 
 @dataclass(frozen=True)
@@ -64,7 +65,9 @@ class TrainConfig:
     steps: int = 0  # optimizer steps; 0: epochs decide
     epochs: float = 6.0  # passes over the data
     batch_size: int = 8  # rows a drafter worker takes per step
-    anchors: int = 512  # blocks drawn per row
+    anchors: int = (
+        512  # blocks drawn per row; of a packed row's samples by their share of its response tokens
+    )
     loss: str = "ce-decay"  # ce-decay | ce-dpace
     gamma: float = (
         0.0  # decay of slot weights exp(-(k-1)/gamma); 0: by block size (7 for 16, 5 for 10, 4 for 8)
@@ -213,6 +216,7 @@ def _check(config: Config, source: str) -> None:
         (d.layers >= 1, "drafter.layers", "at least 1"),
         (d.feature_layers >= 1, "drafter.feature_layers", "at least 1"),
         (config.data.max_length >= 16, "data.max_length", "at least 16 tokens"),
+        (config.data.packing in ("auto", "on", "off"), "data.packing", "auto, on or off"),
         (config.data.bucket_count >= 1, "data.bucket_count", "at least 1"),
         (t.steps >= 0, "train.steps", "0 or more"),
         (t.epochs > 0, "train.epochs", "above 0"),

@@ -66,16 +66,40 @@ class Events:
             "dataset", f"Loaded dataset: {samples:,} samples", samples=samples, seconds=round(seconds, 3)
         )
 
-    def buckets(self, *, buckets: list[dict[str, Any]], padding: float) -> None:
-        """buckets: [{"length": tokens, "samples": n, "padding": share}]; padding: share over all, 0 to 1."""
+    def buckets(
+        self,
+        *,
+        buckets: list[dict[str, Any]],
+        padding: float,
+        idle_anchors: float,
+        packed: bool,
+        samples_a_row: float,
+        reason: str,
+    ) -> None:
+        """Of the shapes that rows have.
+
+        Args:
+            buckets: [{"length": tokens, "samples": rows, "padding": share}]; one where rows are packed.
+            padding: share of all rows' tokens, 0 to 1.
+            idle_anchors: share of all rows' anchor slots that hold no block, 0 to 1.
+            packed: whether rows hold several samples.
+            samples_a_row: on average.
+            reason: why they do, or don't.
+        """
         lengths = [b["length"] for b in buckets]
+        what = f"Batch buckets: {len(buckets)} ({min(lengths)}..{max(lengths)})"
+        if packed:
+            rows = sum(b["samples"] for b in buckets)
+            what = f"Packed rows: {rows:,} of {lengths[0]:,} tokens, {samples_a_row:.1f} samples each"
         self.emit(
             "buckets",
-            f"Batch buckets: {len(buckets)} ({min(lengths)}..{max(lengths)}), padding {padding:.1%}".replace(
-                "%", " %"
-            ),
+            f"{what}, padding {padding * 100:.1f} %, idle anchors {idle_anchors * 100:.1f} % ({reason})",
             buckets=buckets,
             padding=round(padding, 4),
+            idle_anchors=round(idle_anchors, 4),
+            packed=packed,
+            samples_a_row=round(samples_a_row, 3),
+            reason=reason,
         )
 
     def targets_loading(self, *, count: int) -> None:

@@ -17,8 +17,8 @@ import torch
 from trainer import checkpoint
 from trainer.checkpoint import Checkpoint, CheckpointError
 from trainer.config import Config, ConfigError, load, resolve
+from trainer.data.arrangement import arrange
 from trainer.data.batches import BatchPlan
-from trainer.data.buckets import plan_buckets
 from trainer.data.dataset import Dataset
 from trainer.data.errors import DataError
 from trainer.data.masking import load_tokenizer
@@ -26,7 +26,7 @@ from trainer.data.prepare import describe, prepare_cached
 from trainer.evaluate import evaluate, read_prompts
 from trainer.events import Events
 from trainer.modeling.layout import DrafterConfig
-from trainer.modeling.target import Target, load_config
+from trainer.modeling.target import Target, can_pack, load_config
 from trainer.pipeline.channel import Stopped
 from trainer.pipeline.crew import Crew
 from trainer.pipeline.drafters import Start
@@ -126,6 +126,8 @@ class Run:
         if any(compile.wanted(config.runtime, device) for device in (*target_devices, *drafter_devices)):
             print(cache.description(), flush=True)
         dataset, batches = self._open_data(config)
+        packing = "on" if batches.packed else "off"
+        config = dataclasses.replace(config, data=dataclasses.replace(config.data, packing=packing))
         if config.evaluate.prompts:  # read now: a wrong path is not to come to light after training
             tokenizer = load_tokenizer(self._path(config.target.model))
             prompts = self._path(config.evaluate.prompts)
@@ -208,7 +210,7 @@ class Run:
         )
 
     def _open_data(self, config: Config) -> tuple[Dataset, BatchPlan]:
-        events, train = self._crew.events, config.train
+        events = self._crew.events
         began = time.monotonic()
         path = self._path(config.data.path)
         if path.is_file():
@@ -224,9 +226,27 @@ class Run:
         events.dataset(samples=len(dataset), seconds=time.monotonic() - began)
         if "rejected" in dataset.meta:
             print("\n".join(describe(dataset.meta)), flush=True)
-        buckets = plan_buckets(dataset.lengths, config.data.bucket_count, config.data.max_length)
-        events.buckets(buckets=buckets.report(), padding=buckets.padding)
-        return dataset, BatchPlan(dataset.lengths, buckets, train.batch_size, train.seed)
+        chosen = arrange(dataset, config, self._obstacle(config))
+        events.buckets(
+            buckets=chosen.report,
+            padding=chosen.waste.of_tokens,
+            idle_anchors=chosen.waste.of_anchors,
+            packed=chosen.plan.packed,
+            samples_a_row=chosen.plan.samples_a_batch / chosen.plan.batch_size,
+            reason=chosen.reason,
+        )
+        return dataset, chosen.plan
+
+    def _obstacle(self, config: Config) -> str:
+        """Why rows can't be packed, or nothing."""
+        if config.data.packing == "off":
+            return ""
+        target = load_config(self._path(config.target.model))
+        if can_pack(target):
+            return ""
+        return (
+            f"the target ({target.model_type}) is run by its own forward, which would read a row as one text"
+        )
 
     def _cache(self) -> Path:
         """Where prepared datasets are kept: beside `runs/` where the run is in one, else in the run."""

@@ -70,6 +70,7 @@ class Bench:
             anchors=anchors,
             valid=torch.ones_like(anchors, dtype=torch.bool),
             lengths=torch.full((work.batch,), work.sequence, device=device),
+            starts=torch.zeros_like(self.ids),
             labels=labels,
             labels_valid=inside,
         )
@@ -200,8 +201,8 @@ class _dense_attention:
 
     def __enter__(self) -> None:
         self._mask = attention.anchor_mask
-        attention.anchor_mask = lambda anchors, valid, block, length, lengths=None: attention.dense_mask(  # type: ignore[assignment]
-            anchors, valid, length, lengths
+        attention.anchor_mask = lambda anchors, valid, block, length, lengths=None, starts=None: (  # type: ignore[assignment]
+            attention.dense_mask(anchors, valid, length, lengths, starts)
         )
 
     def __exit__(self, *error: object) -> None:

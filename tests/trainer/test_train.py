@@ -118,13 +118,13 @@ def test_start_up_lines_and_events_are_in_order(
     assert last["epoch"] == pytest.approx(3 * 2 / 20)
 
 
-@pytest.mark.parametrize("drafter_count", [1, 2, 3])
+@pytest.mark.parametrize(("drafter_count", "packing"), [(1, "off"), (2, "off"), (3, "off"), (2, "on")])
 def test_the_number_of_targets_changes_nothing(
-    tmp_path: Path, start: Start, drafter_count: int, trainings: list[Training]
+    tmp_path: Path, start: Start, drafter_count: int, packing: str, trainings: list[Training]
 ) -> None:
     """Bit for bit the same losses and weights for any T; and all replicas the same after training."""
     for targets in (1, 2, 3):
-        assert start(f"t{targets}", targets, drafter_count) == 0
+        assert start(f"t{targets}", targets, drafter_count, data={"packing": packing}) == 0
     runs = [tmp_path / "runs" / f"t{targets}" for targets in (1, 2, 3)]
     assert len(_losses(runs[0])) == 6
     assert _losses(runs[0]) == _losses(runs[1]) == _losses(runs[2])
@@ -206,17 +206,21 @@ def test_training_learns(tmp_path: Path, start: Start) -> None:
     assert last["eal"] > 1.8
 
 
-@pytest.mark.parametrize(("targets", "loss"), [(2, "ce-decay"), (1, "ce-dpace")])
-def test_resume_is_exact(tmp_path: Path, start: Start, targets: int, loss: str) -> None:
-    """An interrupted and resumed run equals the uninterrupted one bit for bit, across an epoch's end (10 steps)."""
-    sections = {"steps": 14, "loss": loss}
-    assert start("whole", targets, train=sections) == 0
-    assert start("first", targets, train={**sections, "checkpoint_every": 5}) == 0
+@pytest.mark.parametrize(
+    ("targets", "loss", "packing"),
+    [(2, "ce-decay", "off"), (1, "ce-dpace", "off"), (2, "ce-decay", "auto")],
+)
+def test_resume_is_exact(tmp_path: Path, start: Start, targets: int, loss: str, packing: str) -> None:
+    """An interrupted and resumed run equals the uninterrupted one bit for bit, across an epoch's end (10 steps; packed 5)."""
+    sections, data = {"steps": 14, "loss": loss}, {"packing": packing}
+    assert start("whole", targets, train=sections, data=data) == 0
+    assert start("first", targets, train={**sections, "checkpoint_every": 5}, data=data) == 0
     run = tmp_path / "runs/first"
     for step in (10, 14):  # as if it had ended after step 5
         folder = run / "checkpoints" / f"step-{step:08d}"
         folder.rename(tmp_path / folder.name)
-    assert start("second", 3, train=sections, resume="first") == 0
+    data = {"packing": "on" if packing == "auto" else packing}  # what was chosen is what counts
+    assert start("second", 3, train=sections, resume="first", data=data) == 0
     whole, second = tmp_path / "runs/whole", tmp_path / "runs/second"
     assert events(second, "start")[0]["resumed_step"] == 5
     assert [e["step"] for e in events(second, "step")] == list(range(6, 15))
@@ -225,7 +229,8 @@ def test_resume_is_exact(tmp_path: Path, start: Start, targets: int, loss: str) 
     final = "checkpoints/step-00000014"
     assert all((whole / final / n).read_bytes() == (second / final / n).read_bytes() for n in names)
     counters = [checkpoint.read(r / final).record["counters"] for r in (whole, second)]
-    assert counters[0] == counters[1] == {"updates": 14, "nonfinite": 0, "samples": 56}
+    samples = 56 if packing == "off" else round(56 * 40 / 19)
+    assert counters[0] == counters[1] == {"updates": 14, "nonfinite": 0, "samples": samples}
 
 
 @pytest.mark.parametrize(("number", "code"), [(signal.SIGTERM, 143), (signal.SIGINT, 130)])
@@ -250,6 +255,45 @@ def test_a_signal_saves_and_the_run_goes_on_from_there(
     assert start("run", resume=str(run)) == 0
     assert _losses(run) == _losses(tmp_path / "runs/whole")
     assert all(torch.equal(t, _masters(run, 6)[n]) for n, t in _masters(tmp_path / "runs/whole", 6).items())
+
+
+def test_what_is_packed_is_told_with_what_it_saves(
+    tmp_path: Path, start: Start, capsys: pytest.CaptureFixture[str]
+) -> None:
+    assert start("run", data={"packing": "auto"}, train={"steps": 2}) == 0
+    line = "Packed rows: 19 of 128 tokens, 2.1 samples each, padding 2.9 %, idle anchors 0.0 % "
+    why = "2 buckets would have 24.7 % padding, 0.0 % idle anchors"
+    assert f"{line}({why})" in capsys.readouterr().out.splitlines()
+    (told,) = events(tmp_path / "runs/run", "buckets")
+    shape = {"length": 128, "samples": 19, "padding": 0.0288}
+    assert told | {"t": 0} == {
+        "t": 0, "event": "buckets", "buckets": [shape], "padding": 0.0288, "idle_anchors": 0.0, "packed": True,
+        "samples_a_row": 2.105, "reason": why,
+    }  # fmt: skip
+    saved = checkpoint.latest(tmp_path / "runs/run", print)
+    assert saved is not None
+    assert saved.record["settings"]["data.packing"] == "on", "resumed with what was chosen"
+
+
+def test_a_target_that_reads_a_row_as_one_text_is_not_packed_for(
+    tmp_path: Path, start: Start, capsys: pytest.CaptureFixture[str]
+) -> None:
+    from transformers import Qwen3Config, Qwen3ForCausalLM
+
+    config = Qwen3Config.from_pretrained(make_target(tmp_path / "plain"))
+    config.use_sliding_window, config.sliding_window, config.layer_types = True, 8, ["sliding_attention"] * 4
+    Qwen3ForCausalLM(config).save_pretrained(tmp_path / "sliding")
+    model = {"model": str(tmp_path / "sliding")}
+    assert start("run", target=model, data={"packing": "auto"}, train={"steps": 1}) == 0
+    out = capsys.readouterr().out
+    assert (
+        "(not packed: the target (qwen3) is run by its own forward, which would read a row as one text)"
+        in out
+    )
+    assert start("asked", target=model, data={"packing": "on"}) == 1
+    (failed,) = events(tmp_path / "runs/asked", "failed")
+    assert 'data.packing: "on", but the target (qwen3) is run by its own forward' in failed["error"]
+    assert "Traceback" not in "".join(capsys.readouterr())
 
 
 def test_resuming_a_finished_run_ends_at_once(tmp_path: Path, start: Start) -> None:
@@ -440,9 +484,12 @@ def _until(process: subprocess.Popen[str], line: str) -> None:
 
 def test_a_hung_worker_does_not_keep_the_process(tmp_path: Path, parts: tuple[Path, Path]) -> None:
     patch = """
+        hung = threading.Event()
         def hang(self, *args, **kwargs):
             if threading.current_thread().name == "target-1":
+                hung.set()
                 threading.Event().wait()
+            hung.wait(30)
             raise RuntimeError("injected")
         Target.features = hang
         """
@@ -578,9 +625,10 @@ def _dynamo_alone(monkeypatch: pytest.MonkeyPatch) -> Iterator[None]:
 
 
 @pytest.mark.usefixtures("_dynamo_alone")
-def test_compiled_drafters_train_alike(tmp_path: Path, start: Start) -> None:
-    assert start("off") == 0
-    assert start("on", runtime={"compile": "on"}) == 0
+@pytest.mark.parametrize("packing", ["off", "on"])
+def test_compiled_drafters_train_alike(tmp_path: Path, start: Start, packing: str) -> None:
+    assert start("off", data={"packing": packing}) == 0
+    assert start("on", runtime={"compile": "on"}, data={"packing": packing}) == 0
     run = tmp_path / "runs/on"
     assert [e["compiled"] for e in events(run, "drafter_ready")] == [True, True]
     assert _losses(run) == pytest.approx(_losses(tmp_path / "runs/off"), rel=1e-5)

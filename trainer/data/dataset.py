@@ -110,6 +110,20 @@ class Dataset:
             )
         return ids, mask
 
+    def candidates(self, max_length: int) -> np.ndarray:
+        """Positions at which a block can begin, int64 [N]: labelled tokens whose successor is labelled too, the rows cut to
+        `max_length`."""
+        counts = []
+        for offsets, values in self._spans:
+            values = np.minimum(values, max_length)
+            # a span of n tokens has n - 1; the next span's start, where it touches, is one more
+            each = np.maximum(values[1::2] - values[::2] - 1, 0).astype(np.int64)
+            row_of = np.repeat(np.arange(len(offsets) - 1), np.diff(offsets) // 2)
+            touching = (values[1:-1:2] == values[2::2]) & (row_of[1:] == row_of[:-1])
+            each[1:] += touching & (values[3::2] > values[2::2])
+            counts.append(np.bincount(row_of, weights=each, minlength=len(offsets) - 1).astype(np.int64))
+        return np.concatenate(counts)
+
     def origin(self, index: int) -> str:
         """`FILE:LINE` that row `index` was made from."""
         batch, at = self._locate(index)

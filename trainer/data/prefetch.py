@@ -101,7 +101,14 @@ class Prefetcher:
         epoch, length, rows = self._plan.batch(k)
         batch = collate(self._dataset, rows, length)
         anchors = draw_anchors(
-            batch.loss_mask, batch.lengths, self._count, self._block_size, rows, self._plan.seed, epoch
+            batch.loss_mask,
+            batch.starts,
+            batch.lengths,
+            self._count,
+            self._block_size,
+            rows,
+            self._plan.seed,
+            epoch,
         )
         if self._pin:
             batch, anchors = Batch(*map(_pinned, batch)), Anchors(*map(_pinned, anchors))

@@ -19,6 +19,7 @@ from trainer.data.dataset import FORMAT, META, Dataset, DatasetWriter
 from trainer.data.encode import Line, Recipe, Reject, encode_all, usable_cores
 from trainer.data.errors import DataError
 from trainer.data.masking import METHOD, Encoded, Masker, template_hash
+from trainer.data.packing import pack
 from trainer.options import add_template_argument, at_least
 
 REJECTS = "rejects.jsonl"
@@ -315,10 +316,17 @@ def run(args: argparse.Namespace) -> int:
     buckets = plan_buckets(dataset.lengths, args.bucket_count, args.max_length)
     events = Events(None, sys.stdout)
     events.dataset(samples=len(dataset), seconds=time.monotonic() - began)
-    events.buckets(buckets=buckets.report(), padding=buckets.padding)
+    shown = f"{len(buckets.lengths)} ({buckets.lengths[0]}..{buckets.lengths[-1]})"
+    print(f"Batch buckets: {shown}, padding {buckets.padding * 100:.1f} %")
     for bucket in buckets.report():
         share = f"{bucket['padding'] * 100:.1f} %"
         print(f"  {bucket['length']:>6} tokens  {bucket['samples']:>10,} samples  padding {share:>6}")
+    packing = pack(dataset.lengths, args.max_length)
+    each = len(dataset) / packing.rows
+    print(
+        f"Packed: {packing.rows:,} rows of {packing.length:,} tokens, {each:.1f} samples each, "
+        f"padding {packing.padding * 100:.1f} %"
+    )
     print("\n".join(describe(dataset.meta)))
     print(f'Written. In the training config: [data] path = "{args.output.resolve()}"')
     return 0

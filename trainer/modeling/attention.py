@@ -1,9 +1,9 @@
 """The anchor-block mask and the two ways to attend under it.
 
 Queries are the blocks of a row laid end to end, `[block 0 | block 1 | ...]`; keys are the context followed
-by the same block tokens. A query of a block sees context keys strictly before the block's anchor, and every
-key of its own block in both directions. Blocks never see one another, and queries of an invalid block see
-nothing (their output is zero).
+by the same block tokens. A query of a block sees context keys from the start of the block's document to
+strictly before its anchor, and every key of its own block in both directions. Blocks never see one another,
+and queries of an invalid block see nothing (their output is zero).
 
 The anchor's own context key stays hidden because at inference the anchor is the last token sampled: the
 target has not yet run on it, so its feature does not exist.
@@ -33,30 +33,41 @@ class DenseMask:
 
 
 def anchor_mask(
-    anchors: Tensor, valid: Tensor, block_size: int, context_length: int, lengths: Tensor | None = None
+    anchors: Tensor,
+    valid: Tensor,
+    block_size: int,
+    context_length: int,
+    lengths: Tensor | None = None,
+    starts: Tensor | None = None,
 ) -> BlockMask | DenseMask:
     """The mask of one batch, shared by all layers: for flex attention on CUDA, dense elsewhere.
 
     Args:
-        anchors: position of each block's slot 0, `[B, A]`.
+        anchors: position of each block's slot 0 in the row, `[B, A]`.
         valid: blocks that exist, `[B, A]` bool.
         block_size: K, tokens a block.
         context_length: S, keys of context before the blocks' keys.
         lengths: real context tokens a row, `[B]`; None: all S.
+        starts: where each block's document begins in the row, `[B, A]`; None: all at 0, one document a row.
     """
     if anchors.device.type == "cuda":
-        return block_mask(anchors, valid, block_size, context_length, lengths)
-    return dense_mask(anchors, valid, context_length, lengths)
+        return block_mask(anchors, valid, block_size, context_length, lengths, starts)
+    return dense_mask(anchors, valid, context_length, lengths, starts)
 
 
 def block_mask(
-    anchors: Tensor, valid: Tensor, block_size: int, context_length: int, lengths: Tensor | None = None
+    anchors: Tensor,
+    valid: Tensor,
+    block_size: int,
+    context_length: int,
+    lengths: Tensor | None = None,
+    starts: Tensor | None = None,
 ) -> BlockMask:
     """Flex attention's tiles of the mask, from the anchors alone; arguments as in `anchor_mask`.
 
     PyTorch's `create_block_mask` evaluates the square mask and sorts its tiles; compiled for thousands of queries, that
-    sort takes minutes to compile (pytorch/pytorch#182060, PyTorch 2.11). Here a tile of queries is known by the furthest
-    and the nearest context that its blocks see, and tiles are put in order by counting.
+    sort takes minutes to compile (pytorch/pytorch#182060, PyTorch 2.11). Here a tile is known by how many of the blocks
+    with queries in it see some or all of its keys, and tiles are put in order by counting.
     """
     a, k, s = anchors.shape[1], block_size, context_length
     tiles, key_tiles = -(-a * k // TILE), -(-(s + a * k) // TILE)
@@ -68,29 +79,32 @@ def block_mask(
         (block + 1) * k > row * TILE
     )  # [tiles, A]: queries of the block in it
     own = (block[:, None] * k + s < (column + 1) * TILE) & ((block[:, None] + 1) * k + s > column * TILE)
-    seen = anchors.clamp(max=s) if lengths is None else torch.minimum(anchors, lengths[:, None]).clamp(max=s)
-    seen = torch.where(valid, seen, 0)[:, None]  # [B, 1, A]: context keys that a block sees
-    furthest = torch.where(meets, seen, 0).amax(-1, keepdim=True)
-    nearest = torch.where(meets, seen, s).amin(-1, keepdim=True)
-    # a tile with queries behind the end is never full
-    nearest = torch.where((row + 1) * TILE <= a * k, nearest, 0)
-    full = (column + 1) * TILE <= nearest
-    # products of zeros and ones: how many valid blocks have queries in the tile of queries and keys in that of keys
-    owned = (meets & valid[:, None]).float() @ own.float() > 0
-    part = ((column * TILE < furthest) | owned) & ~full
+    end = anchors.clamp(max=s) if lengths is None else torch.minimum(anchors, lengths[:, None]).clamp(max=s)
+    begin = (torch.zeros_like(anchors) if starts is None else starts)[..., None]
+    end = torch.where(valid, end, 0)[..., None]  # [B, A, 1]: a block sees the context keys [begin, end)
+    some = (torch.maximum(begin, column * TILE) < torch.minimum(end, (column + 1) * TILE)) | (
+        own & valid[..., None]
+    )
+    whole = (begin <= column * TILE) & ((column + 1) * TILE <= end)  # [B, A, key tiles]
+    # products of zeros and ones: how many blocks of a tile of queries see some of a tile of keys, or not all of it
+    queries = meets.float()
+    full = (queries @ (~whole).float() == 0) & (
+        (row + 1) * TILE <= a * k
+    )  # with queries behind the end: never
+    part = (queries @ some.float() > 0) & ~full
     part_by_key, full_by_key = part.transpose(1, 2), full.transpose(1, 2)
     return BlockMask(
         (a * k, s + a * k),
-        *_in_order(part),
-        *_in_order(full),
-        *_in_order(part_by_key),
-        *_in_order(full_by_key),
+        *in_order(part),
+        *in_order(full),
+        *in_order(part_by_key),
+        *in_order(full_by_key),
         BLOCK_SIZE=(TILE, TILE),
-        mask_mod=mask_mod(anchors, valid, k, s, lengths),
+        mask_mod=mask_mod(anchors, valid, k, s, lengths, starts),
     )
 
 
-def _in_order(tiles: Tensor) -> tuple[Tensor, Tensor]:
+def in_order(tiles: Tensor) -> tuple[Tensor, Tensor]:
     """`[B, n, m]` bool -> how many are set in each row, int32 [B, 1, n], and their columns before the others', int32
     [B, 1, n, m], both rising."""
     count = tiles.sum(-1)
@@ -101,18 +115,29 @@ def _in_order(tiles: Tensor) -> tuple[Tensor, Tensor]:
 
 
 def dense_mask(
-    anchors: Tensor, valid: Tensor, context_length: int, lengths: Tensor | None = None
+    anchors: Tensor,
+    valid: Tensor,
+    context_length: int,
+    lengths: Tensor | None = None,
+    starts: Tensor | None = None,
 ) -> DenseMask:
     """The context part as booleans; arguments as in `anchor_mask`."""
     position = torch.arange(context_length, device=anchors.device)
     visible = position < anchors[..., None]
     if lengths is not None:
         visible = visible & (position < lengths[:, None, None])
+    if starts is not None:
+        visible = visible & (position >= starts[..., None])
     return DenseMask(visible & valid[..., None], valid)
 
 
 def mask_mod(
-    anchors: Tensor, valid: Tensor, block_size: int, context_length: int, lengths: Tensor | None = None
+    anchors: Tensor,
+    valid: Tensor,
+    block_size: int,
+    context_length: int,
+    lengths: Tensor | None = None,
+    starts: Tensor | None = None,
 ) -> Callable[[Tensor, Tensor, Tensor, Tensor], Tensor]:
     """The mask as flex attention's predicate of (batch, head, query index, key index)."""
 
@@ -121,6 +146,8 @@ def mask_mod(
         context = (kv < context_length) & (kv < anchors[b, block])
         if lengths is not None:
             context = context & (kv < lengths[b])
+        if starts is not None:
+            context = context & (kv >= starts[b, block])
         own = (kv >= context_length) & ((kv - context_length) // block_size == block)
         return valid[b, block] & (context | own)
 
@@ -149,12 +176,23 @@ def attend(
     """
     if isinstance(mask, DenseMask):
         return dense_attention(query, keys, values, context_keys, context_values, mask)
-    flex: Any = flex_attention if torch.compiler.is_compiling() else _compiled(flex_attention)
+    return sparse_attention(
+        query, torch.cat((context_keys, keys), 2), torch.cat((context_values, values), 2), mask
+    )
+
+
+def sparse_attention(
+    query: Tensor, keys: Tensor, values: Tensor, mask: BlockMask, scale: float | None = None
+) -> Tensor:
+    """Flex attention of `[B, H, n, d]` over `[B, KV, m, d]`, in one kernel where it is compiled: on CUDA."""
+    fused = torch.compiler.is_compiling() or query.device.type != "cuda"
+    flex: Any = flex_attention if fused else _compiled(flex_attention)
     return flex(
         query,
-        torch.cat((context_keys, keys), 2),
-        torch.cat((context_values, values), 2),
+        keys,
+        values,
         block_mask=mask,
+        scale=scale,
         enable_gqa=True,
         # not the decoding kernel, which PyTorch picks below 128 queries: it has no variant for our masks (2.11)
         kernel_options={"BACKEND": "TRITON"},

@@ -142,25 +142,37 @@ class Drafter(nn.Module):
         return [layer.heads(projected[2 * i], projected[2 * i + 1], rotary) for i, layer in enumerate(layers)]
 
     def forward(
-        self, context: Tensor, blocks: Tensor, anchors: Tensor, valid: Tensor, lengths: Tensor | None = None
+        self,
+        context: Tensor,
+        blocks: Tensor,
+        anchors: Tensor,
+        valid: Tensor,
+        lengths: Tensor | None = None,
+        starts: Tensor | None = None,
     ) -> Tensor:
         """All blocks of a batch at once, for training.
 
         Args:
-            context: fused features, `[B, S, D]`; position j in row j.
+            context: fused features, `[B, S, D]`.
             blocks: embedded block inputs (anchor token, then masks), `[B, A, K, D]`.
-            anchors: position of each block's slot 0, `[B, A]`.
+            anchors: where each block's slot 0 is in the row, `[B, A]`.
             valid: blocks that exist, `[B, A]` bool; the others' output means nothing but is finite.
             lengths: real tokens a row, `[B]`; None: all S.
+            starts: where each token's document begins in the row, `[B, S]`; None: one document a row. Positions count from
+                there, and a block sees nothing before it.
 
         Returns:
             `[B, A, K, D]`; slot k (from 1) times the target's head predicts the token at anchor + k.
         """
         b, a, k, _ = blocks.shape
         s = context.shape[1]
-        mask = attention.anchor_mask(anchors, valid, k, s, lengths)
-        seen = self._rotary(torch.arange(s, device=context.device)[None], context.dtype)
-        positions = (anchors[..., None] + torch.arange(k, device=anchors.device)).view(b, a * k)
+        tokens, first, begins = torch.arange(s, device=context.device)[None], anchors, None
+        if starts is not None:
+            begins = starts.gather(1, anchors)
+            tokens, first = tokens - starts, anchors - begins
+        mask = attention.anchor_mask(anchors, valid, k, s, lengths, begins)
+        seen = self._rotary(tokens, context.dtype)
+        positions = (first[..., None] + torch.arange(k, device=anchors.device)).view(b, a * k)
         here = self._rotary(positions, blocks.dtype)
         x = blocks.reshape(b, a * k, -1)
         for layer, (keys, values) in zip(self.layers, self.context_keys_values(context, seen), strict=True):

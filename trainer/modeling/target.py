@@ -14,7 +14,7 @@ from typing import Any
 import torch
 from torch import Tensor, nn
 
-from trainer.modeling import ModelError
+from trainer.modeling import ModelError, documents
 
 # from_pretrained changes process-wide defaults while it runs, such as the dtype of new tensors
 _LOADING = threading.Lock()
@@ -31,9 +31,14 @@ PLAIN_DECODERS = frozenset({"llama", "mistral", "qwen2", "qwen3"})
 """Families whose layers need nothing but the hidden states, positions and rotation: they can be run one by one."""
 
 
-def layer_forward(layer: Any, hidden: Tensor, positions: Tensor, rotary: tuple[Tensor, Tensor]) -> Tensor:
-    """One decoder layer, causal, past its hooks. `[B, S, D]` -> the same; compiled by workers as it stands."""
-    out = layer.forward(hidden, attention_mask=None, position_ids=positions, position_embeddings=rotary)
+def layer_forward(
+    layer: Any, hidden: Tensor, positions: Tensor, rotary: tuple[Tensor, Tensor], mask: Any = None
+) -> Tensor:
+    """One decoder layer, causal, past its hooks. `[B, S, D]` -> the same; compiled by workers as it stands.
+
+    `mask`: from `documents.document_mask`; None: one document a row.
+    """
+    out = layer.forward(hidden, attention_mask=mask, position_ids=positions, position_embeddings=rotary)
     return out[0] if isinstance(out, tuple) else out
 
 
@@ -88,6 +93,9 @@ class Target:
         """`[V, D]`."""
         names = inspect.signature(self._decoder.forward).parameters
         self.by_layer = _is_plain(self._decoder, self.config)
+        if self.by_layer:
+            documents.register()
+            self.config._attn_implementation = documents.ATTENTION
         self.run_layer = layer_forward
         self.cache_argument = "cache" if "cache" in names else "past_key_values"
         """The name of the forward's cache argument; it changed within transformers 5."""
@@ -133,7 +141,9 @@ class Target:
     def dtype(self) -> torch.dtype:
         return self.head.dtype
 
-    def features(self, input_ids: Tensor, lengths: Tensor | None = None) -> Tensor:
+    def features(
+        self, input_ids: Tensor, lengths: Tensor | None = None, starts: Tensor | None = None
+    ) -> Tensor:
         """Hidden states after the chosen layers, side by side; later layers and the head don't run.
 
         Rows are padded on the right. Attention is causal, so the features of real tokens don't depend on
@@ -142,13 +152,19 @@ class Target:
         Args:
             input_ids: `[B, S]`.
             lengths: real tokens a row, `[B]`.
+            starts: where each token's document begins in its row, `[B, S]`; None: one document a row.
 
         Returns:
             `[B, S, F*D]`, in the order of `layer_ids`.
+
+        Raises:
+            ModelError: several documents a row, for a target that does not run `by_layer`.
         """
         capture = _Capture(stop=True)
         if self.by_layer:
-            self._run_layers(input_ids, capture)
+            self._run_layers(input_ids, starts, capture)
+        elif starts is not None:
+            raise ModelError(f"{type(self.model).__name__} can't read several documents in a row")
         else:
             with torch.inference_mode(), _capturing(capture), contextlib.suppress(_AllCaptured):
                 self._decoder(input_ids=input_ids, use_cache=False)
@@ -159,14 +175,17 @@ class Target:
         return features
 
     @torch.no_grad()
-    def _run_layers(self, input_ids: Tensor, capture: _Capture) -> None:
+    def _run_layers(self, input_ids: Tensor, starts: Tensor | None, capture: _Capture) -> None:
         """Up to the last layer that is read. Nothing here asks the device for a value, as the decoder's own
         forward does when it looks for packed rows: so it can be captured in a CUDA graph."""
         hidden = self._decoder.embed_tokens(input_ids)
         positions = torch.arange(input_ids.shape[1], device=input_ids.device)[None]
+        mask = None
+        if starts is not None:
+            positions, mask = positions - starts, documents.document_mask(starts)
         rotary = self._decoder.rotary_emb(hidden, positions)
         for index, layer in enumerate(self._layers[: max(self.layer_ids) + 1]):
-            hidden = self.run_layer(layer, hidden, positions, rotary)
+            hidden = self.run_layer(layer, hidden, positions, rotary, mask)
             if index in self.layer_ids:
                 capture.states[index] = hidden
 
@@ -242,6 +261,20 @@ def load_config(path: str | Path) -> Any:
         return AutoConfig.from_pretrained(**_source(Path(path)))
 
 
+def can_pack(config: Any) -> bool:
+    """Whether a target of that configuration can read several documents in a row: whether it is run by layers.
+
+    Looks at the model that the configuration makes, without memory for its weights. Raises ModelError.
+    """
+    from transformers import AutoModelForCausalLM
+
+    if config.get_text_config().model_type not in PLAIN_DECODERS:
+        return False  # before a model of many parts is made
+    with _explained(Path(config.name_or_path)), torch.device("meta"):
+        model = AutoModelForCausalLM.from_config(config)
+    return _is_plain(model.get_decoder(), model.config.get_text_config())
+
+
 def _source(path: Path) -> dict[str, Any]:
     """How from_pretrained is told of a folder or a GGUF file. Raises ModelError when neither is there."""
     if path.is_file() and path.suffix == ".gguf":
@@ -307,7 +340,7 @@ def _is_plain(decoder: nn.Module, config: Any) -> bool:
     without a mask; others need one), and a rotation that doesn't depend on the length."""
     return (
         config.model_type in PLAIN_DECODERS
-        and getattr(config, "_attn_implementation", None) == "sdpa"
+        and getattr(config, "_attn_implementation", None) in ("sdpa", documents.ATTENTION)
         and set(getattr(config, "layer_types", None) or ("full_attention",)) == {"full_attention"}
         and not getattr(config, "sliding_window", None)
         and getattr(getattr(decoder, "rotary_emb", None), "rope_type", "")

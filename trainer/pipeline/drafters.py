@@ -45,7 +45,9 @@ def draft(drafter: Drafter, embedding: Tensor, batch: DrafterBatch) -> Tensor:
     first = embedding[batch.tokens][:, :, None]
     masks = embedding[drafter.config.mask_token_id].expand(*batch.tokens.shape, size - 1, -1)
     context = drafter.fuse(batch.features)
-    return drafter(context, torch.cat((first, masks), 2), batch.anchors, batch.valid, batch.lengths)
+    return drafter(
+        context, torch.cat((first, masks), 2), batch.anchors, batch.valid, batch.lengths, batch.starts
+    )
 
 
 class Learner(Worker):
@@ -92,7 +94,7 @@ class Learner(Worker):
         with compile.WARM_UP:
             began = time.monotonic()
             self._build(embedding, head)
-            for length in sorted(self._plan.batches.buckets.lengths, reverse=True):
+            for length in sorted(self._plan.batches.lengths, reverse=True):
                 self.crew.check()
                 self._warm_up(length)
             self.flat.gradients.zero_()
@@ -140,7 +142,7 @@ class Learner(Worker):
         self.embedding, self.head = (source.to(device, dtype) for source in (embedding, head))
         self.totals = torch.zeros(3, dtype=torch.float64, device=device)
         self.nonfinite = torch.zeros(2, dtype=torch.int64, device=device)
-        shapes = len(plan.batches.buckets.lengths)
+        shapes = len(plan.batches.lengths)
         self._forward: Any = compile.compiled(draft, shapes) if self.compiled else draft
         self._slope: Any = compile.compiled(loss_slope, 2 * shapes) if self.compiled else loss_slope
         # what the update reads, in places that a graph can know
@@ -165,6 +167,7 @@ class Learner(Worker):
             anchors=torch.arange(count, device=device).expand(rows, count).contiguous(),
             valid=valid,
             lengths=torch.full((rows,), length, dtype=torch.int64, device=device),
+            starts=torch.zeros(rows, length, dtype=torch.int64, device=device),
             labels=labels,
             labels_valid=torch.ones_like(labels, dtype=torch.bool),
         )

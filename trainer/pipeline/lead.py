@@ -99,7 +99,7 @@ class Reporter:
             eal=length,
             lr=worker.rate(step),
             grad_norm=worker.optimizer.norm.item(),
-            samples_per_s=steps * plan.drafters * plan.batches.batch_size / seconds,
+            samples_per_s=steps * plan.drafters * plan.batches.samples_a_batch / seconds,
             step_s=seconds / steps,
             data_wait=shares[0],
             target_wait=shares[1],
@@ -121,7 +121,7 @@ class Reporter:
                 "counters": {
                     "updates": int(worker.optimizer.updates.item()),
                     "nonfinite": nonfinite,
-                    "samples": step * plan.drafters * plan.batches.batch_size,
+                    "samples": round(step * plan.drafters * plan.batches.samples_a_batch),
                 },
                 "settings": self._settings,
                 "config": dataclasses.asdict(plan.config),

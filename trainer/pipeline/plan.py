@@ -8,6 +8,7 @@ from dataclasses import dataclass
 import torch
 
 from trainer.config import Config, DevicesConfig
+from trainer.data.anchors import blocks_a_row
 from trainer.data.batches import BatchPlan
 from trainer.data.dataset import Dataset
 from trainer.modeling.layout import DrafterConfig
@@ -50,8 +51,8 @@ class Plan:
         return range(begin + (target - begin) % self.targets, self.steps * self.drafters, self.targets)
 
     def anchors(self, length: int) -> int:
-        """Blocks a row of a bucket: as configured, but no more than a row of that many tokens can have."""
-        return min(self.config.train.anchors, length - 1)
+        """Blocks a row of `length` tokens."""
+        return blocks_a_row(self.config.train.anchors, length)
 
     def dtype(self, device: torch.device) -> torch.dtype:
         """The drafter's compute dtype on a device."""

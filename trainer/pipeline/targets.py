@@ -31,6 +31,7 @@ class DrafterBatch(NamedTuple):
     anchors: Tensor  # int64 [B, A]
     valid: Tensor  # bool [B, A]
     lengths: Tensor  # int64 [B]
+    starts: Tensor  # int64 [B, S]: where each token's document begins in its row
     labels: Tensor  # int64 [B, A, K-1]: slot k's is the token at anchor + k
     labels_valid: Tensor  # bool [B, A, K-1]
 
@@ -54,6 +55,7 @@ def with_labels(prepared: Prepared, count: int, block_size: int) -> DrafterBatch
         anchors=anchors,
         valid=prepared.anchors.valid[:, :count],
         lengths=prepared.batch.lengths,
+        starts=prepared.batch.starts,
         labels=ids.gather(1, position).view(*anchors.shape, block_size - 1),
         labels_valid=prepared.anchors.labels_valid[:, :count],
     )
@@ -89,7 +91,7 @@ class Producer:
         self._views = [device if plan.colocated else Device(view) for view in plan.drafter_devices]
         self._load = load
         self._previous = device.mark()
-        self._graphs: dict[int, tuple[tuple[Tensor, Tensor], graphs.Graph[Tensor]]] = {}
+        self._graphs: dict[int, tuple[tuple[Tensor, ...], graphs.Graph[Tensor]]] = {}
 
     def prepare(self, events: Events, check: Callable[[], None]) -> Target:
         """Load the target; compile and capture what it will run. `check` is called between shapes, and may raise."""
@@ -103,9 +105,9 @@ class Producer:
         return self.target
 
     def _warm_up(self, check: Callable[[], None]) -> None:
-        """Compile and capture the shape of each bucket, where the target's layers can be run one by one."""
+        """Compile and capture each shape of batches, where the target's layers can be run one by one."""
         plan, device = self._plan, self.device.torch
-        lengths = sorted(plan.batches.buckets.lengths, reverse=True)
+        lengths = sorted(plan.batches.lengths, reverse=True)
         self.compiled = self.target.by_layer and compile.wanted(plan.config.runtime, device)
         self.captured = graphs.wanted(plan.config.runtime, device) and self.target.by_layer
         if self.compiled:
@@ -116,7 +118,7 @@ class Producer:
         for length in lengths:
             check()
             ids = torch.zeros(plan.config.train.batch_size, length, dtype=torch.int64, device=device)
-            static = (ids, torch.full_like(ids[:, 0], length))
+            static = self._arguments(ids, torch.full_like(ids[:, 0], length), torch.zeros_like(ids))
             self.target.features(*static)
             if recorder is not None:
                 function = functools.partial(self.target.features, *static)
@@ -146,14 +148,19 @@ class Producer:
                 return
             yield prepared
 
-    def features(self, ids: Tensor, lengths: Tensor) -> Tensor:
+    def _arguments(self, ids: Tensor, lengths: Tensor, starts: Tensor) -> tuple[Tensor, ...]:
+        """What `Target.features` is given: starts only where rows are packed, since they cost it the plain causal mask."""
+        return (ids, lengths, starts) if self._plan.batches.packed else (ids, lengths)
+
+    def features(self, ids: Tensor, lengths: Tensor, starts: Tensor) -> Tensor:
         """`Target.features` as it is run in steps. Captured, the next call writes to the same tensor."""
+        arguments = self._arguments(ids, lengths, starts)
         if self.captured:
             static, graph = self._graphs[ids.shape[1]]
-            graphs.fill(static, (ids, lengths))
+            graphs.fill(static, arguments)
             return graph.replay()
         try:
-            return self.target.features(ids, lengths)
+            return self.target.features(*arguments)
         except RecompileError as error:
             raise compile.named(error, f"a batch of {tuple(ids.shape)}") from error
 
@@ -171,12 +178,13 @@ class Producer:
                 hint="prepare the data with this target's tokenizer",
             )
         view = self._views[prepared.k % plan.drafters]
-        ids = prepared.batch.input_ids.to(to, non_blocking=True)
-        features = self.features(ids, prepared.batch.lengths.to(to, non_blocking=True))
+        batch = prepared.batch
+        inputs = (batch.input_ids, batch.lengths, batch.starts)
+        features = self.features(*(tensor.to(to, non_blocking=True) for tensor in inputs))
         if self.captured and view is not self.device:
             features = features.clone()  # the drafter reads it while the next batch is computed
         done = self.device.mark()
-        host = with_labels(prepared, plan.anchors(ids.shape[1]), plan.shape.block_size)
+        host = with_labels(prepared, plan.anchors(batch.input_ids.shape[1]), plan.shape.block_size)
         with view.entered():
             there = [view.fetch(tensor, done) for tensor in host[1:]]
             features = view.fetch(features, done).to(plan.dtype(view.torch))

@@ -5,7 +5,15 @@ import torch
 from hypothesis import given, settings
 from hypothesis import strategies as st
 
-from trainer.data.anchors import draw_anchors
+from trainer.data import anchors
+from trainer.data.anchors import Anchors, blocks_a_row
+
+
+def draw_anchors(mask, lengths, count, block_size, rows, seed, epoch) -> Anchors:
+    """One document a row."""
+    starts = torch.where(torch.arange(mask.shape[1]) < lengths[:, None], 0, lengths[:, None])
+    each = [np.array([row]) for row in rows]
+    return anchors.draw_anchors(mask, starts, lengths, count, block_size, each, seed, epoch)
 
 
 def candidates(mask, length):
@@ -109,3 +117,104 @@ def test_the_draw_is_pinned():
     mask, lengths = torch.ones(1, 64, dtype=torch.bool), torch.tensor([64])
     drawn = draw_anchors(mask, lengths, 6, 4, np.array([12]), 7, 3)
     assert drawn.anchors.tolist() == [[1, 4, 17, 18, 27, 53]]
+
+
+@st.composite
+def packed_rows(draw):
+    """Rows of documents: masks, by document, and dataset indices; every row padded to one size."""
+    rows = []
+    for _ in range(draw(st.integers(1, 3))):
+        sizes = draw(st.lists(st.integers(1, 9), min_size=1, max_size=5))
+        rows.append([draw(st.lists(st.booleans(), min_size=n, max_size=n)) for n in sizes])
+    size = max(sum(map(len, row)) for row in rows) + draw(st.integers(0, 3))
+    indices = np.array(draw(st.permutations(range(sum(map(len, rows))))))
+    return rows, size, np.split(indices, np.cumsum([len(row) for row in rows])[:-1])
+
+
+def lay(rows, size):
+    mask, starts = (
+        torch.zeros(len(rows), size, dtype=torch.bool),
+        torch.zeros(len(rows), size, dtype=torch.int64),
+    )
+    lengths = torch.tensor([sum(map(len, row)) for row in rows])
+    for b, row in enumerate(rows):
+        begin = 0
+        for document in row:
+            here = slice(begin, begin + len(document))
+            mask[b, here], starts[b, here] = torch.tensor(document), begin
+            begin += len(document)
+        starts[b, begin:] = begin
+    return mask, starts, lengths
+
+
+@settings(max_examples=300, deadline=None)
+@given(packed_rows(), st.integers(1, 30), st.integers(2, 7), st.integers(0, 2**40), st.integers(0, 9))
+def test_packed_rows_against_naive_loops(case, count, block_size, seed, epoch):
+    rows, size, indices = case
+    mask, starts, lengths = lay(rows, size)
+    drawn = anchors.draw_anchors(mask, starts, lengths, count, block_size, indices, seed, epoch)
+    for b, row in enumerate(rows):
+        begins = np.cumsum([0, *map(len, row)])
+        allowed = [[begins[d] + p for p in candidates(m, len(m))] for d, m in enumerate(row)]
+        total = min(count, sum(map(len, allowed)))
+        assert drawn.valid[b].tolist() == [True] * total + [False] * (count - total)
+        chosen = drawn.anchors[b, :total].tolist()
+        assert chosen == sorted(set(chosen))
+        assert set(chosen) <= {p for each in allowed for p in each}
+        got = [len(set(chosen) & set(each)) for each in allowed]
+        able = sum(1 for each in allowed if each)
+        assert sum(1 for n in got if n) == min(able, count) or total > able, "one for each, first"
+        if count >= able:
+            assert all(n > 0 for n, each in zip(got, allowed, strict=True) if each)
+        for a, anchor in enumerate(chosen):
+            d = int(np.searchsorted(begins, anchor, side="right")) - 1
+            wanted = labels(row[d], len(row[d]), anchor - begins[d], block_size)
+            assert drawn.labels_valid[b, a].tolist() == wanted, "labels end with the document"
+
+
+@settings(max_examples=100, deadline=None)
+@given(packed_rows(), st.integers(0, 9))
+def test_where_there_is_room_for_all_a_document_draws_as_it_does_alone(case, epoch):
+    rows, size, indices = case
+    mask, starts, lengths = lay(rows, size)
+    drawn = anchors.draw_anchors(mask, starts, lengths, size, 4, indices, 1, epoch)
+    for b, row in enumerate(rows):
+        begin, found = 0, []
+        for document, index in zip(row, indices[b], strict=True):
+            alone = draw_anchors(
+                torch.tensor([document]), torch.tensor([len(document)]), size, 4, [index], 1, epoch
+            )
+            found += (alone.anchors[alone.valid] + begin).tolist()
+            begin += len(document)
+        assert drawn.anchors[b][drawn.valid[b]].tolist() == found
+
+
+def test_documents_draw_in_proportion_and_a_short_one_is_not_left_out():
+    """Documents of 2, 20, 40 and 58 candidates, 30 anchors: a quarter of each (standard deviation of a mean 0.06), and
+    always one of the short one, which has half a one by proportion."""
+    rows = [[[True] * n for n in (3, 21, 41, 59)]]
+    mask, starts, lengths = lay(rows, 130)
+    counts = []
+    for epoch in range(1000):
+        drawn = anchors.draw_anchors(mask, starts, lengths, 30, 4, [np.array([7, 8, 9, 5])], 0, epoch)
+        counts.append(np.histogram(drawn.anchors[0], [0, 3, 24, 65, 124])[0])
+    mean = np.mean(counts, 0)
+    assert min(c[0] for c in counts) == 1
+    assert np.abs(mean[1:] / mean[1:].sum() - np.array([20, 40, 58]) / 118).max() < 0.01
+    assert mean.sum() == 30
+
+
+def test_with_more_documents_than_anchors_chance_decides_who_goes_without():
+    rows = [[[True] * 3] * 6]
+    mask, starts, lengths = lay(rows, 20)
+    counts = np.zeros(6)
+    for epoch in range(600):
+        drawn = anchors.draw_anchors(mask, starts, lengths, 2, 4, [np.arange(6)], 0, epoch)
+        where = (drawn.anchors[0] // 3).tolist()
+        assert len(set(where)) == 2
+        counts[where] += 1
+    assert np.abs(counts - 200).max() < 60
+
+
+def test_blocks_a_row():
+    assert [blocks_a_row(6, n) for n in (1, 2, 7, 9)] == [0, 1, 6, 6]

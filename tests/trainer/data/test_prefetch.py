@@ -8,23 +8,26 @@ import pytest
 import torch
 
 from trainer.data.anchors import draw_anchors
-from trainer.data.batches import BatchPlan, collate
+from trainer.data.batches import BucketPlan, PackedPlan, collate
 from trainer.data.buckets import plan_buckets
 from trainer.data.dataset import Dataset, DatasetWriter
+from trainer.data.packing import pack
 from trainer.data.prefetch import Prefetcher
 
 COUNT, BLOCK = 5, 4
 
 
-@pytest.fixture
-def data(tmp_path):
+@pytest.fixture(params=["buckets", "packed"])
+def data(tmp_path, request):
     generator = np.random.default_rng(0)
     with DatasetWriter(tmp_path / "d") as writer:
         for n in generator.integers(4, 60, 30):
             writer.add(generator.integers(0, 99, n).astype(np.int32), np.array([[1, n]], np.int32))
         writer.commit({"sources": ["x"], "tokenizer": "x", "max_length": 64})
     dataset = Dataset.open(tmp_path / "d")
-    return dataset, BatchPlan(dataset.lengths, plan_buckets(dataset.lengths, 2, 64, 16), 4, seed=3)
+    if request.param == "packed":
+        return dataset, PackedPlan(dataset.lengths, pack(dataset.lengths, 64), 4, seed=3)
+    return dataset, BucketPlan(dataset.lengths, plan_buckets(dataset.lengths, 2, 64, 16), 4, seed=3)
 
 
 def threads():
@@ -41,7 +44,9 @@ def test_items_come_in_order_and_equal_those_made_by_hand(data):
     for item in items:
         rows = plan.batch(item.k)
         batch = collate(dataset, rows.rows, rows.length)
-        anchors = draw_anchors(batch.loss_mask, batch.lengths, COUNT, BLOCK, rows.rows, 3, rows.epoch)
+        anchors = draw_anchors(
+            batch.loss_mask, batch.starts, batch.lengths, COUNT, BLOCK, rows.rows, 3, rows.epoch
+        )
         assert item.epoch == rows.epoch
         assert all(torch.equal(a, b) for a, b in zip(item.batch + item.anchors, batch + anchors, strict=True))
     assert threads() == []
