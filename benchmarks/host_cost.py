@@ -111,7 +111,11 @@ class Seat:
 
     def measure(self, part: str, seconds: float, barrier: threading.Barrier) -> tuple[int, float, float]:
         """Steps (or targets' or drafters' parts), seconds that issuing took, and seconds in all."""
-        runs = [run for name, run in self._now if part == "step" or (name == "target") == (part == "target")]
+        runs = [
+            run
+            for name, run in self._now
+            if part == "step" or (name in ("target", "channel")) == (part == "target")
+        ]
         marks = [self.device.mark()] * 2
         steps, issuing = 0, 0.0
         barrier.wait()

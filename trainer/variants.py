@@ -40,6 +40,9 @@ class Bench:
         torch.manual_seed(0)
         self.ids = torch.randint(self.shape.vocab_size - 1, (work.batch, work.sequence), device=device.torch)
         self.batch = self._batch()
+        self.host = [t.cpu().pin_memory() if device.cuda else t.clone() for t in self.batch[1:]]
+        """The batch as the data's reader leaves it: all but the features."""
+        self.state: dict[str, Any] = {}  # what phases leave to later ones
         self.loss = torch.zeros((), device=device.torch)
         self.first_loss: Tensor | None = None
         self.phases: Phases = []
@@ -98,20 +101,22 @@ class Bench:
             forward, slope = compile.compiled(draft, 1), compile.compiled(loss_slope, 2)
             self.target.run_layer = compile.compiled(layer_forward, 1)
         rate = torch.full((), RATE, device=self.device.torch)
-        state: dict[str, Any] = {}
+        state = self.state
 
         def target() -> None:
             state["features"] = self.target.features(self.ids, self.batch.lengths)
 
+        def channel() -> None:
+            state["batch"] = self._delivered(state["features"])
+
         def draft_forward() -> None:
             flat.gradients.zero_()
-            state["hidden"] = forward(
-                drafter, self.target.embedding, self.batch._replace(features=state["features"])
-            )
+            state["hidden"] = forward(drafter, self.target.embedding, state["batch"])
 
         def loss() -> None:
+            batch = state["batch"]
             state["loss"] = block_loss(
-                state["hidden"], self.target.head, self.batch.labels, self.batch.labels_valid, slope=slope
+                state["hidden"], self.target.head, batch.labels, batch.labels_valid, slope=slope
             )
             self.loss = state["loss"].loss.detach()
 
@@ -124,7 +129,8 @@ class Bench:
             optimizer.step(rate, self.loss)
 
         phases: Phases = [
-            ("target", target), ("draft", draft_forward), ("loss", loss), ("backward", backward), ("optimizer", update),
+            ("target", target), ("channel", channel), ("draft", draft_forward), ("loss", loss), ("backward", backward),
+            ("optimizer", update),
         ]  # fmt: skip
         return self.captured(phases) if variant == "graphs" else phases
 
@@ -133,8 +139,14 @@ class Bench:
         flat = FlatParameters(drafter)
         return drafter, flat, MasterAdamW(flat)
 
+    def _delivered(self, features: Tensor) -> DrafterBatch:
+        """What a drafter is handed: the features as they are on one device, the rest copied from the host."""
+        rest = (tensor.to(self.device.torch, non_blocking=True) for tensor in self.host)
+        return DrafterBatch(features, *rest)
+
     def captured(self, phases: Phases) -> Phases:
-        """`phases` as three graphs, as the workers have them: target; drafter forward, loss and backward; update."""
+        """`phases` as the workers capture them: graphs of the target, of drafter forward, loss and backward, and of the
+        update; between them a batch is copied into the tensors that the second one reads."""
         run = dict(phases)
 
         def learn() -> None:
@@ -142,26 +154,29 @@ class Bench:
                 run[name]()
 
         for _ in range(2):
-            for name in ("target", "draft", "loss", "backward", "optimizer"):
-                run[name]()
+            for _, function in phases:
+                function()
             if self.first_loss is None:
                 self.first_loss = self.loss.clone()
         recorder = graphs.Recorder(self.device)
         with compile.WARM_UP:
-            return [
-                (name, recorder.capture(function).replay)
-                for name, function in (
-                    ("target", run["target"]),
-                    ("draft+loss+backward", learn),
-                    ("optimizer", run["optimizer"]),
-                )
-            ]
+            target = recorder.capture(run["target"])
+            features, self.state["batch"] = self.state["features"], self.batch
+            learned, updated = recorder.capture(learn), recorder.capture(run["optimizer"])
+
+        def channel() -> None:
+            # a copy first, since the next batch's features come while this one's are read
+            graphs.fill(self.batch, self._delivered(features.clone()))
+
+        return [
+            ("target", target.replay), ("channel", channel), ("draft+loss+backward", learned.replay),
+            ("optimizer", updated.replay),
+        ]  # fmt: skip
 
     def _plain(self) -> Phases:
         drafter = self.drafter()
         optimizer = torch.optim.AdamW(drafter.parameters(), lr=RATE, betas=(0.9, 0.95), weight_decay=0.0)
-        state: dict[str, Any] = {}
-        batch, work = self.batch, self.work
+        state, work = self.state, self.work
         self.target.run_layer = layer_forward
 
         @torch.no_grad()
@@ -169,13 +184,15 @@ class Bench:
             out = self.target.model(self.ids, output_hidden_states=True, use_cache=False)
             state["features"] = torch.cat([out.hidden_states[i + 1] for i in self.shape.target_layer_ids], -1)
 
+        def channel() -> None:
+            state["batch"] = self._delivered(state["features"])
+
         def draft_forward() -> None:
             with _dense_attention():
-                state["hidden"] = draft(
-                    drafter, self.target.embedding, batch._replace(features=state["features"])
-                )
+                state["hidden"] = draft(drafter, self.target.embedding, state["batch"])
 
         def loss() -> None:
+            batch = state["batch"]
             logits = state.pop("hidden")[:, :, 1:] @ self.target.head.T
             ce = F.cross_entropy(logits.flatten(0, 2).float(), batch.labels.flatten(), reduction="none")
             slots = torch.arange(work.block - 1, device=ce.device)
@@ -192,7 +209,8 @@ class Bench:
             optimizer.zero_grad()
 
         return [
-            ("target", target), ("draft", draft_forward), ("loss", loss), ("backward", backward), ("optimizer", update),
+            ("target", target), ("channel", channel), ("draft", draft_forward), ("loss", loss), ("backward", backward),
+            ("optimizer", update),
         ]  # fmt: skip
 
 

@@ -4,7 +4,9 @@ from __future__ import annotations
 
 import argparse
 import json
+from collections.abc import Callable
 from pathlib import Path
+from types import SimpleNamespace
 
 import pytest
 import torch
@@ -12,6 +14,7 @@ from torch.utils.flop_counter import FlopCounterMode
 
 from trainer import bench
 from trainer.__main__ import main
+from trainer.runtime import graphs
 from trainer.runtime.devices import Device
 from trainer.variants import Phases
 from trainer.workload import Workload, drafter_config, useful_flops
@@ -72,7 +75,7 @@ def test_bench_prints_a_line_a_variant_and_writes_json(
     report = json.loads(out.read_text())
     assert [r["variant"] for r in report["results"]] == ["plain", "eager"]
     for result in report["results"]:
-        assert set(result["phases_ms"]) == {"target", "draft", "loss", "backward", "optimizer"}
+        assert set(result["phases_ms"]) == {"target", "channel", "draft", "loss", "backward", "optimizer"}
         assert result["samples_per_s"] > 0
         assert 0 < result["share_of_limit"] < 1
         assert result["kernels"]
@@ -123,3 +126,34 @@ def test_numbers_that_mean_nothing_are_usage_errors(
         main(["bench", *wrong])
     assert caught.value.code == 2
     assert wrong[0] in capsys.readouterr().err
+
+
+def test_captured_steps_read_the_batch_that_is_copied_into_their_tensors(
+    monkeypatch: pytest.MonkeyPatch,
+) -> None:
+    """On the CPU, with a stand-in for graphs: the same losses, step by step."""
+
+    class Recorder:
+        def __init__(self, device: object) -> None:
+            pass
+
+        def capture(self, function: Callable[[], None]) -> SimpleNamespace:
+            return SimpleNamespace(replay=function)
+
+    monkeypatch.setattr(graphs, "Recorder", Recorder)
+    made = bench.Bench(SMALL, Device(torch.device("cpu")))
+
+    def losses(phases: Phases) -> list[float]:
+        found = []
+        for _ in range(3):
+            for _, run in phases:
+                run()
+            found.append(made.loss.item())
+        return found
+
+    wanted = losses(made.step("eager"))
+    phases = made.captured(made.step("eager"))
+    assert [name for name, _ in phases] == ["target", "channel", "draft+loss+backward", "optimizer"]
+    assert made.first_loss is not None
+    assert made.first_loss.item() == wanted[0]
+    assert losses(phases)[0] == wanted[2]  # after the two steps of its warm-up
