@@ -6,8 +6,9 @@ layout: a step then copies, sums, clips and updates one vector instead of dozens
 
 from __future__ import annotations
 
+import itertools
 import math
-from collections.abc import Iterator
+from collections.abc import Callable, Iterator
 from dataclasses import dataclass
 
 import torch
@@ -15,6 +16,9 @@ from torch import Tensor, nn
 
 EPS = 1e-8
 """AdamW's epsilon (the paper's default, and PyTorch's)."""
+
+PIECE = 1 << 24
+"""Weights updated at a time where the update is not compiled: it then makes vectors as long as that."""
 
 
 @dataclass(frozen=True)
@@ -79,6 +83,37 @@ class FlatParameters:
             view.copy_(named[name])
 
 
+def adamw_(
+    masters: Tensor,
+    exp_avg: Tensor,
+    exp_avg_sq: Tensor,
+    weights: Tensor,
+    gradient: Tensor,
+    factors: Tensor,
+    betas: tuple[float, float],
+    weight_decay: float,
+) -> None:
+    """One AdamW update of vectors [N], in place; compiled, it reads and writes each of them once.
+
+    Args:
+        masters, exp_avg, exp_avg_sq: float32.
+        weights: any dtype; written from the masters.
+        gradient: any dtype.
+        factors: float32 [5]: what the gradient is multiplied by, the rate, both bias corrections (1 - beta^t), and
+            whether to drop the update (then only `weights` is written).
+    """
+    scale, rate, first, second, drop = factors.unbind()
+    g = gradient.to(torch.float32) * scale
+    m = torch.lerp(exp_avg, g, 1 - betas[0])
+    v = betas[1] * exp_avg_sq + (1 - betas[1]) * g * g
+    new = masters * (1 - rate * weight_decay) - rate / first * m / (v.sqrt() / second.sqrt() + EPS)
+    keep = drop != 0
+    masters.copy_(torch.where(keep, masters, new))
+    exp_avg.copy_(torch.where(keep, exp_avg, m))
+    exp_avg_sq.copy_(torch.where(keep, exp_avg_sq, v))
+    weights.copy_(masters)
+
+
 class MasterAdamW:
     """AdamW (Loshchilov and Hutter 2019) with decoupled weight decay on matrices only, and global norm clipping.
 
@@ -90,6 +125,7 @@ class MasterAdamW:
         flat: the weights to train.
         clip: bound of the gradient's 2-norm; 0 for none.
         latch: after the first non-finite gradient, drop every later one too.
+        update: a compiled copy of `adamw_`; None: as it stands, `PIECE` numbers at a time.
     """
 
     def __init__(
@@ -100,60 +136,57 @@ class MasterAdamW:
         weight_decay: float = 0.0,
         clip: float = 1.0,
         latch: bool = False,
+        update: Callable[..., None] | None = None,
     ) -> None:
         self.flat = flat
         self.clip = clip
         self.latch = latch
+        self.betas = betas
+        self.weight_decay = weight_decay
         self.masters = flat.weights.float().clone()
-        self.gradient = torch.zeros_like(self.masters)  # float32 [N]: what `step` consumes
         self.moments = (torch.zeros_like(self.masters), torch.zeros_like(self.masters))
         device = self.masters.device
         self.updates = torch.zeros((), device=device)  # updates made, float32 as PyTorch keeps it
         self.dropped = torch.zeros((), dtype=torch.int64, device=device)  # gradients not applied
         self.norm = torch.zeros((), device=device)  # 2-norm of the last gradient, before clipping
-        cut = flat.decayed
-        parts = [part for part in (slice(0, cut), slice(cut, None)) if self.masters[part].numel()]
-        groups = []
-        for part in parts:
-            parameter = nn.Parameter(self.masters[part])
-            parameter.grad = self.gradient[part]
-            groups.append(
-                {"params": [parameter], "weight_decay": weight_decay if part.start == 0 and cut else 0.0}
-            )
-        self._adam = torch.optim.AdamW(
-            groups, lr=0.0, betas=betas, eps=EPS, fused=True, capturable=device.type == "cuda"
-        )
-        # PyTorch warns of a capturable optimizer that is not captured; the fused one is the same either way
-        self._adam._warned_capturable_if_run_uncaptured = True  # type: ignore[attr-defined]
-        for part, group in zip(parts, groups, strict=True):
-            self._adam.state[group["params"][0]] = {  # type: ignore[index]
-                "step": torch.zeros((), device=device),
-                "exp_avg": self.moments[0][part],
-                "exp_avg_sq": self.moments[1][part],
-            }
+        self._apply: Callable[..., None] = update or adamw_
+        size, piece = len(flat.weights), len(flat.weights) if update else PIECE
+        ends = sorted({flat.decayed, size, *range(0, size, piece)})
+        self._parts = [slice(a, b) for a, b in itertools.pairwise(ends)]
 
     @torch.no_grad()
-    def step(self, rate: float | Tensor, loss: Tensor | None = None) -> Tensor:
-        """Apply `self.gradient` (changed in place by clipping) at learning rate `rate`: a number, or float32 [] on the
-        device, which a CUDA graph reads anew at each replay.
+    def step(
+        self, gradient: Tensor, rate: float | Tensor, scale: Tensor | None = None, loss: Tensor | None = None
+    ) -> Tensor:
+        """Apply a gradient [N], which stays as it is, at learning rate `rate`: a number, or float32 [] on the device,
+        which a CUDA graph reads anew at each replay.
 
-        A non-finite `loss` [] drops the update as a non-finite gradient does. Returns whether this step's gradient or
-        loss was non-finite, a bool [] on the device.
+        Args:
+            gradient: of any dtype.
+            scale: float32 [], what to multiply the gradient by; None: 1.
+            loss: []; where it is not finite the update is dropped, as it is where the gradient is not.
+
+        Returns:
+            whether this step's gradient or loss was non-finite, a bool [] on the device.
         """
-        self.norm = torch.linalg.vector_norm(self.gradient)
+        scale = torch.ones_like(self.norm) if scale is None else scale
+        self.norm = torch.linalg.vector_norm(gradient, dtype=torch.float32) * scale
         bad = ~torch.isfinite(self.norm)
         if loss is not None:
             bad = bad | ~torch.isfinite(loss)
         drop = bad | (self.dropped > 0) if self.latch else bad
         self.dropped += drop
         if self.clip > 0:
-            self.gradient.mul_((self.clip / (self.norm + 1e-6)).clamp(max=1.0))
-        for group in self._adam.param_groups:
-            group["lr"] = rate
-        self._adam.found_inf = drop.float()  # type: ignore[attr-defined]  # the fused kernel's own gate
-        self._adam.step()
+            scale = scale * (self.clip / (self.norm + 1e-6)).clamp(max=1.0)
+        made = (self.updates + 1).double()
+        first, second = ((1 - beta**made).float() for beta in self.betas)
+        rate = torch.as_tensor(rate, dtype=torch.float32, device=scale.device)
+        factors = torch.stack((scale, rate, first, second, drop.float()))
+        vectors = (self.masters, *self.moments, self.flat.weights, gradient)
+        for part in self._parts:
+            decay = self.weight_decay if part.start < self.flat.decayed else 0.0
+            self._apply(*(vector[part] for vector in vectors), factors, self.betas, decay)
         self.updates += ~drop
-        self.flat.weights.copy_(self.masters)
         return bad
 
     def state(self) -> Iterator[tuple[str, dict[str, Tensor]]]:
@@ -176,6 +209,4 @@ class MasterAdamW:
             if named is not None:
                 self.flat.join(named, moment)
         self.updates.fill_(updates)
-        for state in self._adam.state.values():
-            state["step"].fill_(updates)
         self.flat.weights.copy_(self.masters)

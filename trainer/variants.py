@@ -11,9 +11,9 @@ from torch import Tensor
 
 from trainer.modeling import attention
 from trainer.modeling.drafter import Drafter
-from trainer.modeling.losses import block_loss, default_gamma, loss_slope
+from trainer.modeling.losses import block_loss, default_gamma
 from trainer.modeling.target import Target, layer_forward
-from trainer.optim import FlatParameters, MasterAdamW
+from trainer.optim import FlatParameters, MasterAdamW, adamw_
 from trainer.pipeline.drafters import draft
 from trainer.pipeline.targets import DrafterBatch
 from trainer.runtime import compile, graphs
@@ -94,12 +94,15 @@ class Bench:
         return self._plain() if variant == "plain" else self._own(variant)
 
     def _own(self, variant: str) -> Phases:
-        drafter, flat, optimizer = self._trained()
-        forward, slope = draft, loss_slope
+        drafter = self.drafter()
+        flat = FlatParameters(drafter)
+        forward: Callable[..., Tensor] = draft
+        update_with = None
         self.target.run_layer = layer_forward
         if variant != "eager":
-            forward, slope = compile.compiled(draft, 1), compile.compiled(loss_slope, 2)
+            forward, update_with = compile.compiled(draft, 1), compile.compiled(adamw_, 2)
             self.target.run_layer = compile.compiled(layer_forward, 1)
+        optimizer = MasterAdamW(flat, update=update_with)
         rate = torch.full((), RATE, device=self.device.torch)
         state = self.state
 
@@ -116,7 +119,7 @@ class Bench:
         def loss() -> None:
             batch = state["batch"]
             state["loss"] = block_loss(
-                state["hidden"], self.target.head, batch.labels, batch.labels_valid, slope=slope
+                state["hidden"], self.target.head, batch.labels, batch.labels_valid
             )
             self.loss = state["loss"].loss.detach()
 
@@ -125,19 +128,13 @@ class Bench:
             del state["hidden"]
 
         def update() -> None:
-            optimizer.gradient.copy_(flat.gradients)
-            optimizer.step(rate, self.loss)
+            optimizer.step(flat.gradients, rate, loss=self.loss)
 
         phases: Phases = [
             ("target", target), ("channel", channel), ("draft", draft_forward), ("loss", loss), ("backward", backward),
             ("optimizer", update),
         ]  # fmt: skip
         return self.captured(phases) if variant == "graphs" else phases
-
-    def _trained(self) -> tuple[Drafter, FlatParameters, MasterAdamW]:
-        drafter = self.drafter()
-        flat = FlatParameters(drafter)
-        return drafter, flat, MasterAdamW(flat)
 
     def _delivered(self, features: Tensor) -> DrafterBatch:
         """What a drafter is handed: the features as they are on one device, the rest copied from the host."""

@@ -11,6 +11,7 @@ from hypothesis import given, settings
 from hypothesis import strategies as st
 from torch import nn
 
+from trainer import optim
 from trainer.optim import FlatParameters, MasterAdamW, Schedule
 
 
@@ -48,8 +49,7 @@ def test_updates_equal_pytorch(weight_decay: float, clip: float) -> None:
         for group in reference.param_groups:
             group["lr"] = 1e-2 / step
         reference.step()
-        adam.gradient.copy_(gradient)
-        assert not adam.step(1e-2 / step)
+        assert not adam.step(gradient, 1e-2 / step)
         if clip:
             torch.testing.assert_close(adam.norm, norm)
         for name, view in flat.split(adam.masters).items():
@@ -99,11 +99,28 @@ def test_updates_equal_the_definition(steps: int, decay: float, clip: float, pea
         clip,
     )
     for n, gradient in enumerate(gradients, 1):
-        adam.gradient.copy_(gradient)
-        adam.step(schedule.rate(n))
+        adam.step(gradient, schedule.rate(n))
     torch.testing.assert_close(
         adam.masters.double(), torch.tensor(want, dtype=torch.float64), rtol=1e-5, atol=1e-6
     )
+
+
+@pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16])
+def test_pieces_scale_and_compilation_change_nothing(
+    dtype: torch.dtype, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """A gradient of any dtype, to be multiplied by a scale: as if it had been multiplied before."""
+    monkeypatch.setattr(optim, "PIECE", 7)
+    compiled = torch.compile(optim.adamw_, backend="aot_eager", dynamic=False, fullgraph=True)
+    whole = MasterAdamW(FlatParameters(_module()), weight_decay=0.1, update=compiled)
+    pieces = MasterAdamW(FlatParameters(_module()), weight_decay=0.1)
+    for gradient in _gradients(5, 62):
+        gradient = gradient.to(dtype)
+        whole.step(gradient, torch.tensor(1e-2), torch.tensor(0.25))
+        pieces.step(gradient.float() * 0.25, 1e-2)
+    assert torch.equal(whole.masters, pieces.masters)
+    assert torch.equal(whole.norm, pieces.norm)
+    torch._dynamo.reset()
 
 
 def test_matrices_come_first_and_alone_decay() -> None:
@@ -113,7 +130,7 @@ def test_matrices_come_first_and_alone_decay() -> None:
     assert flat.decayed == 35 + 15
     adam = MasterAdamW(flat, weight_decay=0.5)
     before = adam.masters.clone()
-    adam.step(0.1)  # a zero gradient: decay alone acts
+    adam.step(torch.zeros(62), 0.1)  # decay alone acts
     torch.testing.assert_close(adam.masters[:50], before[:50] * 0.95)
     assert torch.equal(adam.masters[50:], before[50:])
 
@@ -135,8 +152,7 @@ def test_bfloat16_weights_round_float32_masters() -> None:
     adam = MasterAdamW(flat, clip=0)
     start = adam.masters.clone()
     for _ in range(100):
-        adam.gradient.fill_(1.0)
-        adam.step(1e-5)
+        adam.step(torch.ones(62), 1e-5)
     torch.testing.assert_close(adam.masters, start - 1e-3, rtol=0, atol=1e-5)
     assert flat.weights.dtype == torch.bfloat16
     assert torch.equal(flat.weights, adam.masters.bfloat16())
@@ -149,25 +165,21 @@ def test_a_nonfinite_gradient_changes_nothing(poison: float) -> None:
     gradients = _gradients(4, flat.weights.numel())
     for n, gradient in enumerate(gradients):
         if n == 2:
-            adam.gradient.copy_(gradient)
-            adam.gradient[3] = poison
-            assert adam.step(1e-2)
-            adam.gradient.copy_(gradient)
-            assert adam.step(1e-2, loss=torch.tensor(poison))
+            poisoned = gradient.clone()
+            poisoned[3] = poison
+            assert adam.step(poisoned, 1e-2)
+            assert adam.step(gradient, 1e-2, loss=torch.tensor(poison))
         for optimizer in (adam, reference):
-            optimizer.gradient.copy_(gradient)
-            optimizer.step(1e-2)
+            optimizer.step(gradient, 1e-2)
     assert torch.equal(adam.masters, reference.masters)
     assert (adam.updates, adam.dropped, reference.dropped) == (4, 2, 0)
 
 
 def test_latched_everything_after_a_nonfinite_gradient_is_dropped() -> None:
     adam = MasterAdamW(FlatParameters(_module()), latch=True)
-    adam.gradient.fill_(math.nan)
-    adam.step(1e-2)
+    adam.step(torch.full((62,), math.nan), 1e-2)
     before = adam.masters.clone()
-    adam.gradient.fill_(1.0)
-    assert not adam.step(1e-2)
+    assert not adam.step(torch.ones(62), 1e-2)
     assert torch.equal(adam.masters, before)
     assert adam.dropped == 2
 
@@ -179,17 +191,14 @@ def test_loaded_state_goes_on_bit_for_bit() -> None:
         MasterAdamW(FlatParameters(_module()), weight_decay=0.1),
     )
     for gradient in gradients:
-        whole.gradient.copy_(gradient)
-        whole.step(1e-2)
+        whole.step(gradient, 1e-2)
     for gradient in gradients[:3]:
-        first.gradient.copy_(gradient)
-        first.step(1e-2)
+        first.step(gradient, 1e-2)
     state = {kind: {n: t.clone() for n, t in named.items()} for kind, named in first.state()}
     second = MasterAdamW(FlatParameters(_module(seed=9)), weight_decay=0.1)
     second.load(**state, updates=int(first.updates))
     for gradient in gradients[3:]:
-        second.gradient.copy_(gradient)
-        second.step(1e-2)
+        second.step(gradient, 1e-2)
     assert torch.equal(whole.masters, second.masters)
     assert torch.equal(whole.flat.weights, second.flat.weights)
     with pytest.raises(KeyError):

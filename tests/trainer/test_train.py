@@ -184,8 +184,8 @@ def test_drafters_average_their_gradients(tmp_path: Path, start: Start, training
     assert not torch.equal(*gradients)
     assert weights[0] != weights[1]
     assert _losses(tmp_path / "runs/run") == [pytest.approx(sum(losses) / sum(weights))]
-    alone.optimizer.gradient.copy_((gradients[0] + gradients[1]) * (1 / torch.tensor(sum(weights))))
-    alone.optimizer.step(torch.tensor(3e-3))  # float32, as workers give it
+    total, scale = gradients[0] + gradients[1], 1 / torch.tensor(sum(weights))
+    alone.optimizer.step(total, torch.tensor(3e-3), scale)  # float32, as workers give them
     torch.testing.assert_close(alone.optimizer.masters, worker.optimizer.masters, rtol=0, atol=0)
 
 

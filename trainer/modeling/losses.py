@@ -11,7 +11,6 @@ Slots k = 1..K-1 of a block predict the token at anchor + k; slot 0, the anchor,
 
 from __future__ import annotations
 
-from collections.abc import Callable
 from dataclasses import dataclass
 from typing import Any
 
@@ -20,9 +19,6 @@ from torch import Tensor
 
 CHUNK_ELEMENTS = 5 << 26
 """Logits formed at once when `chunk` is 0: 0.63 GiB in bfloat16."""
-
-Slope = Callable[[Tensor, Tensor, Tensor, str, float, float], tuple[Tensor, Tensor, Tensor, Tensor]]
-"""`loss_slope`, or a compiled copy of it."""
 
 
 @dataclass(frozen=True)
@@ -67,28 +63,29 @@ def slot_weights(ce: Tensor, valid: Tensor, kind: str, gamma: float, alpha: floa
     raise ValueError(f"unknown loss kind {kind!r}: ce-decay or ce-dpace")
 
 
-def loss_slope(
-    logits: Tensor, target: Tensor, valid: Tensor, kind: str, gamma: float, alpha: float
-) -> tuple[Tensor, Tensor, Tensor, Tensor]:
-    """What a chunk's logits say, computed in float32 (float64 stays); compiled, without a copy of them.
+def cross_entropy_(logits: Tensor, labels: Tensor, valid: Tensor) -> tuple[Tensor, Tensor]:
+    """Turn logits `[n, V]` into the gradient of each row's cross-entropy (0 where invalid), in place.
 
     Args:
-        logits: `[n, K-1, V]`.
-        target: labels, `[n, K-1]`, in range everywhere.
-        valid: `[n, K-1]` bool.
-        kind, gamma, alpha: as in `slot_weights`.
+        logits: computed with in float32 (float64 stays).
+        labels: int64 `[n]`, in range everywhere.
+        valid: bool `[n]`.
 
     Returns:
-        the gradient of sum(w * CE) with respect to the logits, in their dtype; CE (0 where invalid); w; argmax == target.
+        cross-entropies `[n]` in nats (0 where invalid), and whether argmax and label are the same, bool `[n]`.
     """
+    if logits.is_cuda:
+        from trainer.kernels import cross_entropy
+
+        return cross_entropy.cross_entropy_(logits, labels, valid)
     wide = logits.to(torch.promote_types(logits.dtype, torch.float32))
     normaliser = wide.logsumexp(-1)
-    ce = normaliser - wide.gather(-1, target[..., None])[..., 0]
-    weights = slot_weights(ce, valid, kind, gamma, alpha)
-    hits = (logits.argmax(-1) == target) & valid
-    label = torch.arange(logits.shape[-1], device=logits.device) == target[..., None]
-    slope = ((wide - normaliser[..., None]).exp() - label.to(wide.dtype)) * weights[..., None]
-    return slope.to(logits.dtype), ce.masked_fill(~valid, 0), weights, hits
+    ce = normaliser - wide.gather(-1, labels[:, None])[:, 0]
+    hits = (logits.argmax(-1) == labels) & valid
+    slope = (wide - normaliser[:, None]).exp()
+    slope.scatter_add_(-1, labels[:, None], torch.full_like(ce, -1)[:, None])
+    logits.copy_(slope.masked_fill_(~valid[:, None], 0))
+    return ce.masked_fill(~valid, 0), hits
 
 
 def chunk_size(blocks: int, slots: int, vocabulary: int) -> int:
@@ -112,7 +109,6 @@ def block_loss(
     gamma: float = 0.0,
     alpha: float = 0.5,
     chunk: int = 0,
-    slope: Slope = loss_slope,
 ) -> LossOutput:
     """The loss of a batch of blocks; logits and their gradient are formed for `chunk` blocks at a time.
 
@@ -123,25 +119,22 @@ def block_loss(
         labels_valid: `[B, A, K-1]` bool.
         kind, gamma, alpha: see the module; gamma 0 means `default_gamma(K)`.
         chunk: blocks at a time; 0: `chunk_size`.
-        slope: `loss_slope`, or a compiled copy: at most two shapes occur for one shape of `hidden`.
 
     Raises:
         ValueError: unknown kind, or a head that asks for a gradient.
     """
     if head.requires_grad:
         raise ValueError("the head is the target's and frozen: pass it without requires_grad")
-    size = hidden.shape[2]
-    slots = size - 1
+    slots = hidden.shape[2] - 1
     chunk = chunk or chunk_size(hidden.shape[0] * hidden.shape[1], slots, head.shape[0])
     flat, valid = labels.reshape(-1, slots), labels_valid.reshape(-1, slots)
     loss, weight, ce, hits = _ChunkedLoss.apply(
-        hidden[:, :, 1:].reshape(-1, slots, hidden.shape[-1]),
+        hidden.flatten(0, 1),
         head,
         flat,
         valid,
-        (kind, gamma or default_gamma(size), alpha),
-        chunk,
-        slope,
+        (kind, gamma or default_gamma(slots + 1), alpha),
+        chunk * slots,
     )
     return LossOutput(
         loss=loss,
@@ -155,40 +148,46 @@ def block_loss(
 class _ChunkedLoss(torch.autograd.Function):
     """Linear and cross-entropy in one; the gradient to `hidden` is formed while the logits are there.
 
-    The denominator is known only after the last chunk, so the gradient is scaled in backward.
+    A slot's weight is known only when its block is (ce-dpace), their sum only at the end: a weight scales a row of the
+    gradient of the logits, so it scales the same row of their product with the head, and is applied in backward.
     """
 
     @staticmethod
     def forward(
         ctx: Any,
-        hidden: Tensor,  # [N, K-1, D]
+        hidden: Tensor,  # [N, K, D]
         head: Tensor,  # [V, D]
         labels: Tensor,  # [N, K-1]
         valid: Tensor,  # [N, K-1]
         how: tuple[str, float, float],
-        chunk: int,
-        slope_of: Slope,
+        chunk: int,  # rows of logits at a time
     ) -> tuple[Tensor, Tensor, Tensor, Tensor]:
-        sums, weight_sums, ces, hits, gradients = [], [], [], [], []
-        for at in range(0, hidden.shape[0], chunk):
-            rows, ok = hidden[at : at + chunk], valid[at : at + chunk]
-            target = labels[at : at + chunk].masked_fill(~ok, 0)
-            slope, ce, weights, hit = slope_of(rows @ head.T, target, ok, *how)
-            sums.append((weights * ce).sum())
-            weight_sums.append(weights.sum())
-            ces.append(ce)
-            hits.append(hit)
-            if ctx.needs_input_grad[0]:
-                gradients.append(slope @ head)
-        weight = torch.stack(weight_sums).sum()
+        # rows must lie side by side: from a strided view, PyTorch would make one narrow product a block
+        rows = hidden[:, 1:].reshape(-1, hidden.shape[-1])
+        ok = valid.flatten()
+        target = labels.flatten().masked_fill(~ok, 0)
+        gradient = torch.empty_like(rows) if ctx.needs_input_grad[0] else None
+        parts = []
+        for at in range(0, len(rows), chunk):
+            part = slice(at, at + chunk)
+            logits = rows[part] @ head.T
+            parts.append(cross_entropy_(logits, target[part], ok[part]))
+            if gradient is not None:
+                torch.mm(logits, head, out=gradient[part])
+        ce, hits = (torch.cat(column).view_as(valid) for column in zip(*parts, strict=True))
+        weights = slot_weights(ce, valid, *how)
+        weight = weights.sum()
         scale = torch.where(weight > 0, 1 / weight, 0)
-        if gradients:
-            ctx.save_for_backward(torch.cat(gradients), scale)
-        ce, hit = torch.cat(ces), torch.cat(hits)
-        ctx.mark_non_differentiable(weight, ce, hit)
-        return torch.stack(sums).sum() * scale, weight, ce, hit
+        if gradient is not None:
+            ctx.save_for_backward(gradient.view(*valid.shape, -1), weights * scale)
+        ctx.mark_non_differentiable(weight, ce, hits)
+        return (weights * ce).sum() * scale, weight, ce, hits
 
     @staticmethod
     def backward(ctx: Any, *grads: Tensor) -> tuple[Tensor | None, ...]:
-        gradient, scale = ctx.saved_tensors
-        return gradient * (grads[0] * scale), None, None, None, None, None, None
+        gradient, weights = ctx.saved_tensors
+        n, slots, width = gradient.shape
+        out = gradient.new_empty(n, slots + 1, width)
+        out[:, 0] = 0
+        torch.mul(gradient, (weights * grads[0])[..., None], out=out[:, 1:])
+        return out, None, None, None, None, None

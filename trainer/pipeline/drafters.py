@@ -10,8 +10,8 @@ from torch import Tensor
 from torch._dynamo.exc import RecompileError
 
 from trainer.modeling.drafter import Drafter
-from trainer.modeling.losses import LossOutput, block_loss, loss_slope
-from trainer.optim import FlatParameters, MasterAdamW, Schedule
+from trainer.modeling.losses import LossOutput, block_loss
+from trainer.optim import FlatParameters, MasterAdamW, Schedule, adamw_
 from trainer.pipeline.crew import Crew, Worker
 from trainer.pipeline.exchange import Exchange, Share
 from trainer.pipeline.plan import Course, Plan
@@ -135,6 +135,7 @@ class Learner(Worker):
             weight_decay=train.weight_decay,
             clip=train.clip,
             latch=train.nonfinite == "stop",
+            update=compile.compiled(adamw_, 2) if self.compiled else None,
         )
         self.optimizer.load(
             **{"masters": initial, **self._start_state.state}, updates=self._start_state.updates
@@ -144,11 +145,13 @@ class Learner(Worker):
         self.nonfinite = torch.zeros(2, dtype=torch.int64, device=device)
         shapes = len(plan.batches.lengths)
         self._forward: Any = compile.compiled(draft, shapes) if self.compiled else draft
-        self._slope: Any = compile.compiled(loss_slope, 2 * shapes) if self.compiled else loss_slope
         # what the update reads, in places that a graph can know
         self._rate = torch.zeros((), device=device)
         self._number = torch.zeros((), dtype=torch.int64, device=device)
         self._mean = torch.zeros(2, device=device)
+        self._scale = torch.zeros((), device=device)
+        # the sum of all workers' gradients; one alone needs none
+        self._sum = torch.zeros_like(self.optimizer.masters) if plan.drafters > 1 else self.flat.gradients
         if self.captured:
             self._recorder = graphs.Recorder(self.device)
             self._backwards: dict[int, tuple[DrafterBatch, graphs.Graph[tuple[Tensor, Tensor]]]] = {}
@@ -192,8 +195,8 @@ class Learner(Worker):
         return torch.stack((out.loss.detach().float(), out.eal.float())), out.weight.float()
 
     def _update(self) -> None:
-        """Apply the averaged gradient, and count: by `_rate`, `_number` and `_mean`."""
-        bad = self.optimizer.step(self._rate, self._mean[0])
+        """Apply the averaged gradient, and count: by `_sum`, `_scale`, `_rate`, `_number` and `_mean`."""
+        bad = self.optimizer.step(self._sum, self._rate, self._scale, self._mean[0])
         counted = torch.cat((self._mean, torch.ones_like(self._mean[:1])))
         self.totals += torch.where(bad, 0.0, counted)
         first = torch.where(bad & (self.nonfinite[1] == 0), self._number, self.nonfinite[1])
@@ -214,7 +217,6 @@ class Learner(Worker):
             kind=train.loss,
             gamma=train.gamma,
             alpha=train.dpace_alpha,
-            slope=self._slope,
         )
 
     def _step(self, step: int, delivery: Delivery) -> None:
@@ -227,10 +229,11 @@ class Learner(Worker):
         else:
             metrics, weight = self._backward(batch)
         share = Share(self.flat.gradients, metrics, weight, self.device.mark())
-        mean = self._exchange.average(self.index, self.device, step, share, self.optimizer.gradient)
+        average = self._exchange.average(self.index, self.device, step, share, self._sum)
         self._rate.fill_(self._schedule.rate(step))
         self._number.fill_(step)
-        self._mean.copy_(mean)
+        self._mean.copy_(average.metrics)
+        self._scale.copy_(average.scale)
         if self.captured:
             self._update_graph.replay()
         else:

@@ -22,6 +22,14 @@ class Share(NamedTuple):
     mark: Mark  # when all are complete
 
 
+class Average(NamedTuple):
+    """What a worker takes home from a step."""
+
+    total: Tensor  # [N]: the sum of all workers' gradients; a lone worker's own
+    scale: Tensor  # float32 []: times that, the sum is the average; 0 where nobody had a label
+    metrics: Tensor  # float32 [M], averaged
+
+
 class Exchange:
     """Averages over D drafter workers, always summed in the order 0..D-1, in float32: every worker gets the same bits.
 
@@ -43,10 +51,11 @@ class Exchange:
         self._read = threading.Barrier(size, action=lambda: self._decide(self._step))
 
     @torch.no_grad()
-    def average(self, index: int, device: Device, step: int, share: Share, out: Tensor) -> Tensor:
-        """Bring a share; the averaged gradient is written to `out` float32 [N], the averaged metrics are returned.
+    def average(self, index: int, device: Device, step: int, share: Share, out: Tensor) -> Average:
+        """Bring a share, take the average; the sum is written to `out` float32 [N], unless the worker is alone.
 
-        When it returns, the share's tensors may be overwritten by later work of this worker. Raises Stopped.
+        The scale is left to the update, which reads every number anyway. When it returns, the share's tensors may be
+        overwritten by later work of this worker. Raises Stopped.
         """
         self._shares[index] = share
         self._step = step
@@ -54,23 +63,20 @@ class Exchange:
         metrics, weight = torch.zeros_like(share.metrics), torch.zeros_like(share.weight)
         for other, theirs in enumerate(self._shares):
             assert theirs is not None
-            gradients = device.fetch(theirs.gradients, theirs.mark)
-            if other == 0:
-                out.copy_(gradients)
-            else:
-                out.add_(gradients)
+            if self._size > 1:
+                gradients = device.fetch(theirs.gradients, theirs.mark)
+                out.copy_(gradients) if other == 0 else out.add_(gradients)
             theirs_weight = device.fetch(theirs.weight, theirs.mark)
             metrics += device.fetch(theirs.metrics, theirs.mark) * theirs_weight
             weight += theirs_weight
         scale = torch.where(weight > 0, 1 / weight, 0)  # no label in any batch: nothing is learned
-        out.mul_(scale)
         metrics *= scale
         self._taken[index] = device.mark()
         self._meet(self._read)
         for mark in self._taken:
             assert mark is not None
             device.after(mark)
-        return metrics
+        return Average(out if self._size > 1 else share.gradients, scale, metrics)
 
     def abort(self) -> None:
         """Wake everyone who waits here, now and later, with Stopped."""

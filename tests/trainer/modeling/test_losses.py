@@ -15,13 +15,15 @@ from trainer.modeling.losses import (
     CHUNK_ELEMENTS,
     block_loss,
     chunk_size,
+    cross_entropy_,
     default_gamma,
     expected_acceptance_length,
-    loss_slope,
     slot_weights,
 )
 
 B, A, K, D, V = 2, 3, 5, 7, 11
+
+needs_cuda = pytest.mark.skipif(not torch.cuda.is_available(), reason="needs a CUDA device")
 
 
 def batch(seed: int = 0, dtype: torch.dtype = torch.float64) -> tuple[Tensor, Tensor, Tensor, Tensor]:
@@ -170,16 +172,24 @@ def test_chunks_are_few_shapes_and_within_the_limit(blocks: int, vocabulary: int
     assert -(-blocks // chunk) == -(-blocks // most), "no more chunks than needed"
 
 
-def test_a_compiled_slope_gives_the_same() -> None:
-    """With every shape that one batch's chunks have: three of two blocks here, or a last one that is shorter."""
-    hidden, head, labels, valid = batch()
-    slope = torch.compile(loss_slope, backend="aot_eager", dynamic=False, fullgraph=True)
-    for chunk in (2, 4):
-        plain_out = block_loss(hidden, head, labels, valid, "ce-dpace", chunk=chunk)
-        out = block_loss(hidden, head, labels, valid, "ce-dpace", chunk=chunk, slope=slope)
-        torch.testing.assert_close(out.loss, plain_out.loss)
-        assert torch.equal(out.hits, plain_out.hits)
-        (got,) = torch.autograd.grad(out.loss, hidden)
-        (wanted,) = torch.autograd.grad(plain_out.loss, hidden)
-        torch.testing.assert_close(got, wanted)
-    torch._dynamo.reset()
+@pytest.mark.parametrize("device", ["cpu", pytest.param("cuda", marks=[pytest.mark.gpu, needs_cuda])])
+@pytest.mark.parametrize(("rows", "vocabulary"), [(5, 17), (7, 9001), (64, 151_936)])
+@pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16])
+def test_cross_entropy_and_its_gradient_in_place(
+    device: str, rows: int, vocabulary: int, dtype: torch.dtype
+) -> None:
+    generator = torch.Generator(device).manual_seed(rows)
+    logits = (3 * torch.randn(rows, vocabulary, device=device, generator=generator)).to(dtype)
+    labels = torch.randint(vocabulary, (rows,), device=device, generator=generator)
+    labels[0] = logits[0].argmax()
+    valid = torch.arange(rows, device=device) != 1
+    wide = logits.double().requires_grad_()
+    wanted = F.cross_entropy(wide, labels, reduction="none") * valid
+    (slope,) = torch.autograd.grad(wanted.sum(), wide)
+    hits = (logits.argmax(-1) == labels) & valid
+    ce, hit = cross_entropy_(logits, labels, valid)
+    torch.testing.assert_close(ce.double(), wanted, atol=1e-5, rtol=1e-5)
+    bound = 1e-5 if dtype == torch.float32 else 4e-3
+    torch.testing.assert_close(logits.double(), slope, atol=1e-6, rtol=bound)
+    assert torch.equal(hit, hits)
+    assert bool(hit[0])

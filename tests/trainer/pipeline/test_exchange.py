@@ -43,7 +43,9 @@ def test_the_sum_is_taken_in_drafter_order(size: int, dtype: torch.dtype) -> Non
             gradients.copy_(data[step, index])
             weight = torch.tensor(index + 1.0)
             share = Share(gradients, torch.tensor([float(index), step]), weight, CPU.mark())
-            metrics[step, index] = exchange.average(index, CPU, step, share, results[step, index])
+            average = exchange.average(index, CPU, step, share, results[step, index])
+            metrics[step, index] = average.metrics
+            results[step, index] = average.total.float() * average.scale
             gradients.fill_(torch.nan)
 
     _run(size, steps, work)
@@ -61,8 +63,9 @@ def test_the_sum_is_taken_in_drafter_order(size: int, dtype: torch.dtype) -> Non
 def test_workers_without_labels_teach_nothing() -> None:
     exchange, out = Exchange(1, lambda step: None), torch.empty(3)
     share = Share(torch.zeros(3), torch.tensor([5.0]), torch.tensor(0.0), CPU.mark())
-    assert exchange.average(0, CPU, 1, share, out).tolist() == [0.0]
-    assert out.tolist() == [0.0, 0.0, 0.0]
+    average = exchange.average(0, CPU, 1, share, out)
+    assert average.metrics.tolist() == [0.0]
+    assert (average.total * average.scale).tolist() == [0.0, 0.0, 0.0]
 
 
 def test_all_leave_after_the_same_step() -> None:

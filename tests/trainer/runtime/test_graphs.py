@@ -139,10 +139,9 @@ class _Trainer:
         for n in sorted(sizes, reverse=True):
             self.backward(self.static[n])
             self.graphs[n] = recorder.capture(lambda n=n: self.backward(self.static[n]))  # type: ignore[misc]
-        self.optimizer.gradient.zero_()
         with warnings.catch_warnings():
             warnings.simplefilter("error")
-            self.optimizer.step(self.rate, torch.full((), torch.nan, device="cuda"))
+            self.optimizer.step(self.flat.gradients, self.rate, loss=torch.full((), torch.nan, device="cuda"))
             self.optimizer.dropped.zero_()
             self.update = recorder.capture(self.apply)
         device.mark().wait()
@@ -154,8 +153,7 @@ class _Trainer:
         return loss.detach()
 
     def apply(self) -> None:
-        self.optimizer.gradient.copy_(self.flat.gradients)
-        self.optimizer.step(self.rate)
+        self.optimizer.step(self.flat.gradients, self.rate)
 
     def step(self, x: Tensor) -> Tensor:
         if not self.captured:

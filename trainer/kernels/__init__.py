@@ -1,0 +1,1 @@
+"""Triton kernels of the parts of a step that PyTorch's own leave slow. Their modules import Triton: CUDA only."""
