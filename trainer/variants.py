@@ -118,9 +118,7 @@ class Bench:
 
         def loss() -> None:
             batch = state["batch"]
-            state["loss"] = block_loss(
-                state["hidden"], self.target.head, batch.labels, batch.labels_valid
-            )
+            state["loss"] = block_loss(state["hidden"], self.target.head, batch.labels, batch.labels_valid)
             self.loss = state["loss"].loss.detach()
 
         def backward() -> None:
