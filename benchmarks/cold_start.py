@@ -66,7 +66,7 @@ def write_config(path: Path, args: argparse.Namespace, target: Path, data: Path)
     vocabulary = SHAPES[args.shape]["vocab_size"]
     sections: dict[str, dict[str, Any]] = {
         "target": {"model": str(target)},
-        "data": {"path": str(data), "max_length": args.sequence, "bucket_count": 1},
+        "data": {"path": str(data), "max_length": args.sequence, "bucket_count": 1, "packing": "off"},
         "drafter": {"layers": args.layers, "block_size": args.block, "mask_token_id": vocabulary - 1},
         "train": {
             "steps": 3, "batch_size": args.batch, "anchors": args.anchors, "log_every": 1, "checkpoint_every": 0,

@@ -27,7 +27,7 @@ from trainer.data.dataset import ROWS, DatasetWriter
 OPEN = """
 import json, re, sys, time
 import numpy, pyarrow, torch
-from trainer.data.batches import BatchPlan, collate
+from trainer.data.batches import BucketPlan, collate
 from trainer.data.buckets import plan_buckets
 from trainer.data.dataset import Dataset
 
@@ -40,7 +40,7 @@ dataset = Dataset.open(sys.argv[1])
 opened = time.perf_counter()
 buckets = plan_buckets(dataset.lengths, 14, 3072)
 planned = time.perf_counter()
-plan = BatchPlan(dataset.lengths, buckets, 8, seed=0)
+plan = BucketPlan(dataset.lengths, buckets, 8, seed=0)
 first = plan.batch(0)
 collate(dataset, first.rows, first.length)
 ended = time.perf_counter()

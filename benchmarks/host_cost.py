@@ -6,7 +6,8 @@
 Python issues the work of all of a process's GPUs under one lock, so threads take turns. A step's host time depends on how
 many launches it has, not on their size: here each shape has its real depth, drafter layers, chunks of the loss, but
 width 64, so that the device is hardly ever what a thread waits for. Threads share one GPU, each with replicas, stream and
-graphs of its own, and take whole steps (target, drafter, update), two queued at most, as workers do.
+graphs of its own, and take whole steps (target, hand-over, drafter, update), two queued at most, as workers do. What reading
+a batch of the real size costs (rows, anchors, labels: on the host alone, in a thread of its own) is told beside it.
 
 A GPU is fed while issuing a step, waiting for the lock included, takes no longer than the GPU would need for it at the
 card's limit: the useful operations of the real shape over a matrix product's rate. The crossing is the number of threads
@@ -18,6 +19,7 @@ from __future__ import annotations
 import argparse
 import json
 import math
+import tempfile
 import threading
 import time
 from concurrent.futures import Future, ThreadPoolExecutor
@@ -27,12 +29,18 @@ from typing import Any
 from trainer.runtime import cache
 
 cache.use()  # before PyTorch is imported
+import numpy as np  # noqa: E402
 import torch  # noqa: E402
 
 from trainer.bench import matmul_limit  # noqa: E402
+from trainer.data.batches import BucketPlan  # noqa: E402
+from trainer.data.buckets import plan_buckets  # noqa: E402
+from trainer.data.dataset import Dataset, DatasetWriter  # noqa: E402
+from trainer.data.prefetch import Prefetcher  # noqa: E402
 from trainer.modeling import losses  # noqa: E402
 from trainer.modeling.target import Target  # noqa: E402
 from trainer.options import at_least  # noqa: E402
+from trainer.pipeline.targets import with_labels  # noqa: E402
 from trainer.runtime import compile, devices  # noqa: E402
 from trainer.runtime.devices import Device  # noqa: E402
 from trainer.variants import Bench, Phases  # noqa: E402
@@ -143,6 +151,25 @@ def together(seats: list[Seat], part: str, seconds: float) -> dict[str, float]:
     }
 
 
+def reading_us(batch: int, batches: int = 50) -> float:
+    """Microseconds of the host's processors that a batch of full rows costs until its copies to a device can be issued."""
+    with tempfile.TemporaryDirectory() as folder:
+        generator = np.random.default_rng(0)
+        with DatasetWriter(Path(folder) / "rows") as writer:
+            for line in range(1, 65):
+                ids = generator.integers(0, 1000, SEQUENCE).astype(np.int32)
+                writer.add(ids, np.array([[SEQUENCE // 3, SEQUENCE]], np.int32), 0, line)
+            writer.commit({"sources": ["random"], "tokenizer": "none", "max_length": SEQUENCE})
+        dataset = Dataset.open(Path(folder) / "rows")
+        plan = BucketPlan(dataset.lengths, plan_buckets(dataset.lengths, 1, SEQUENCE), batch, seed=0)
+        with Prefetcher(dataset, plan, range(batches + 5), count=ANCHORS, block_size=BLOCK) as prefetcher:
+            for number, prepared in enumerate(prefetcher):
+                if number == 4:
+                    began = time.process_time()
+                with_labels(prepared, ANCHORS, BLOCK)
+        return (time.process_time() - began) / batches * 1e6
+
+
 def _names(known: tuple[str, ...]) -> Any:
     def split(text: str) -> list[str]:
         names = text.split(",")
@@ -182,11 +209,12 @@ def main() -> None:
     seats = [Seat(index, deepest, device, args.batch) for index in range(max(args.threads))]
     report: dict[str, Any] = {
         "device": torch.cuda.get_device_name() if cuda else "cpu", "torch": torch.__version__, "batch": args.batch,
-        "matmul_tflops": round(limit, 1), "results": [],
+        "matmul_tflops": round(limit, 1), "reading_us": round(reading_us(args.batch)), "results": [],
     }  # fmt: skip
     print(
         f"{report['device']}, torch {report['torch']}, {limit:.1f} TFLOP/s, {args.batch} x {SEQUENCE} tokens a step"
     )
+    print(f"reading a batch: {report['reading_us']} us")
     for variant in args.variants:
         for shape in args.shapes:
             for seat in seats:
