@@ -109,6 +109,9 @@ class RuntimeConfig:
 
     compile: str = "auto"  # auto | on | off; auto: on for CUDA
     cuda_graphs: str = "auto"  # explicit: workers capture their steps (CUDA only); auto, off: they do not
+    memory: str = (
+        "refuse"  # refuse | warn: what a run does that is predicted to need more than a GPU has free
+    )
     drafter_dtype: str = "auto"  # auto | float32 | bfloat16: compute dtype; masters are float32
 
 
@@ -258,6 +261,7 @@ def _check(config: Config, source: str) -> None:
             "auto, float32, bfloat16 or float16",
         ),
         (config.runtime.compile in ("auto", "on", "off"), "runtime.compile", "auto, on or off"),
+        (config.runtime.memory in ("refuse", "warn"), "runtime.memory", "refuse or warn"),
         # no float16: gradients would vanish without loss scaling
         (
             config.runtime.drafter_dtype in ("auto", "float32", "bfloat16"),

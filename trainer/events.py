@@ -12,6 +12,11 @@ from pathlib import Path
 from typing import Any, TextIO
 
 
+def gib(size: float) -> str:
+    """Bytes for people: 12.3 GiB, 4.5 MiB."""
+    return f"{size / 2**30:.1f} GiB" if size >= 1 << 29 else f"{size / 2**20:.1f} MiB"
+
+
 class Events:
     """Emits events to a file (append, flushed a line at a time) and lines to a stream.
 
@@ -100,6 +105,35 @@ class Events:
             packed=packed,
             samples_a_row=round(samples_a_row, 3),
             reason=reason,
+        )
+
+    def memory(
+        self, *, device: str, predicted: int, free: int | None, items: dict[str, int], parts: str
+    ) -> None:
+        """Bytes that the run will take of a device at most, and what of it is free (None: not known)."""
+        of = f" of {gib(free)} free" if free is not None else ""
+        self.emit(
+            "memory",
+            f"Memory of {device}: {gib(predicted)} predicted{of} ({parts})",
+            device=device,
+            predicted=predicted,
+            free=free,
+            items=items,
+        )
+
+    def memory_measured(
+        self, *, device: str, when: str, predicted: int, allocated: int, reserved: int
+    ) -> None:
+        """Peak bytes of PyTorch's allocator so far, beside those predicted for that moment. when: "warm-up" or "steps"."""
+        self.emit(
+            "memory_measured",
+            f"Memory of {device} after the {when}: peak {allocated / 2**30:.2f} GiB, predicted {predicted / 2**30:.2f} "
+            f"({100 * (predicted / allocated - 1):+.1f} %); reserved {reserved / 2**30:.2f}",
+            device=device,
+            when=when,
+            predicted=predicted,
+            allocated=allocated,
+            reserved=reserved,
         )
 
     def targets_loading(self, *, count: int) -> None:

@@ -14,7 +14,7 @@ from pathlib import Path
 
 import torch
 
-from trainer import checkpoint
+from trainer import checkpoint, memory
 from trainer.checkpoint import Checkpoint, CheckpointError
 from trainer.config import Config, ConfigError, load, resolve
 from trainer.data.arrangement import arrange
@@ -25,6 +25,7 @@ from trainer.data.masking import load_tokenizer
 from trainer.data.prepare import describe, prepare_cached
 from trainer.evaluate import evaluate, read_prompts
 from trainer.events import Events
+from trainer.memory import Prediction
 from trainer.modeling.layout import DrafterConfig
 from trainer.modeling.target import Target, can_pack, load_config
 from trainer.pipeline.channel import Stopped
@@ -149,9 +150,18 @@ class Run:
             first=self._done,
             steps=steps_of(config, batches.batches_per_epoch, len(drafter_devices)),
         )
-        self._train(plan, start, settings, found.record["counters"]["nonfinite"] if found else 0)
+        size = memory.TargetSize.of(load_config(self._path(config.target.model)))
+        predictions = memory.look_ahead(plan, size, self._crew.events)
+        self._train(plan, predictions, start, settings, found.record["counters"]["nonfinite"] if found else 0)
 
-    def _train(self, plan: Plan, start: Start, settings: dict[str, object], nonfinite: int) -> None:
+    def _train(
+        self,
+        plan: Plan,
+        predictions: list[Prediction],
+        start: Start,
+        settings: dict[str, object],
+        nonfinite: int,
+    ) -> None:
         from transformers.utils import logging
 
         logging.disable_progress_bar()  # bars of T loading targets, in a log
@@ -169,11 +179,13 @@ class Run:
         )
         training.load_targets()
         training.start_drafters(reporter)
+        memory.compare(predictions, self._crew.events, "warm-up")
         if self._prompts and plan.config.evaluate.at_start and not plan.first:
             self._evaluate(training, "untrained")
         with self._signals.deferred(course.request_stop):
             reporter.begin()
             training.train()
+        memory.compare(predictions, self._crew.events, "steps")
         self._done = course.last
         if self._prompts and not self._signals.received:
             self._evaluate(training, "trained")

@@ -70,6 +70,7 @@ WRONG = [
     ("devices", "prefetch_depth", 0),
     ("devices", "cpu_threads", -1),
     ("runtime", "compile", "yes"),
+    ("runtime", "memory", "ignore"),
     ("runtime", "drafter_dtype", "float16"),
     ("evaluate", "count", -1),
     ("evaluate", "temperature", -0.1),

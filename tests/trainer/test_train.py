@@ -94,14 +94,15 @@ def test_start_up_lines_and_events_are_in_order(
     assert start("run", train={"steps": 3, "checkpoint_every": 2}) == 0
     names = [e["event"] for e in events(tmp_path / "runs/run")]
     assert names == [
-        "start", "dataset", "buckets", "targets_loading", "target_loading", "target_ready", "target_loading",
+        "start", "dataset", "buckets", "memory", "targets_loading", "target_loading", "target_ready", "target_loading",
         "target_ready", "drafters_starting", "drafter_ready", "drafter_ready", "step", "step", "checkpoint", "step",
         "checkpoint", "end",
     ]  # fmt: skip
     out, err = capsys.readouterr()
     begins = [
-        "dflash trainer: torch", "Loaded dataset: 40 samples", "Batch buckets: 2 (", "Loading 2 target models...",
-        "Target 0 on cpu...", "Target 1 on cpu...", "Starting drafter loops...", "Drafter 0 ready (warmed up in",
+        "dflash trainer: torch", "Loaded dataset: 40 samples", "Batch buckets: 2 (", "Memory of cpu: ",
+        "Loading 2 target models...", "Target 0 on cpu...", "Target 1 on cpu...", "Starting drafter loops...",
+        "Drafter 0 ready (warmed up in",
         "Drafter 1 ready (warmed up in", "step 1/3  loss", "step 2/3  loss", "Saved checkpoint at step 2", "step 3/3  loss",
         "Saved checkpoint at step 3", "Run finished at step 3",
     ]  # fmt: skip

@@ -140,7 +140,9 @@ class Learner(Worker):
         self.optimizer.load(
             **{"masters": initial, **self._start_state.state}, updates=self._start_state.updates
         )
-        self.embedding, self.head = (source.to(device, dtype) for source in (embedding, head))
+        self.embedding = embedding.to(device, dtype)
+        tied = head.data_ptr() == embedding.data_ptr()
+        self.head = self.embedding if tied else head.to(device, dtype)
         self.totals = torch.zeros(3, dtype=torch.float64, device=device)
         self.nonfinite = torch.zeros(2, dtype=torch.int64, device=device)
         shapes = len(plan.batches.lengths)

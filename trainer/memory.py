@@ -1,0 +1,358 @@
+"""What a run will take of each device, from shapes alone, before anything is loaded.
+
+Weights, gradients and optimizer state are exact. Activations are counted from what each operation saves for the
+backward: of the eager path as written in `trainer/modeling`, of the compiled one as PyTorch's min-cut partitioner decides
+(it saves what enters or leaves a matrix product or the attention, and computes the rest anew). Tests hold both to PyTorch.
+"""
+
+from __future__ import annotations
+
+import dataclasses
+import functools
+from collections.abc import Iterator, Mapping
+from dataclasses import dataclass
+from typing import Any, NamedTuple
+
+import torch
+from torch import nn
+
+from trainer.config import ConfigError
+from trainer.events import Events, gib
+from trainer.modeling.drafter import Drafter
+from trainer.modeling.layout import DrafterConfig
+from trainer.modeling.losses import chunk_size
+from trainer.modeling.target import PLAIN_DECODERS, resolve_dtype
+from trainer.pipeline.plan import Plan
+from trainer.runtime import compile, graphs
+
+OUTSIDE = 1 << 29
+"""Bytes a process takes of a GPU beside its tensors: CUDA's context (counted as taken by the time we ask), cuBLAS and
+loaded kernels. An estimate."""
+
+
+class Shape(NamedTuple):
+    """A batch's."""
+
+    rows: int  # B
+    length: int  # S
+    blocks: int  # A, a row
+
+
+@dataclass(frozen=True)
+class TargetSize:
+    """What memory asks of a target.
+
+    Attributes:
+        parameters: of the whole model, tied ones once.
+        embedding_copy: elements of an embedding table of its own, for models that scale theirs; else 0.
+        tied: whether embedding and head are one matrix.
+        hidden, intermediate: widths of a layer.
+        by_layer: whether its layers run one by one, and so may be compiled and captured.
+    """
+
+    parameters: int
+    embedding_copy: int
+    tied: bool
+    hidden: int
+    intermediate: int
+    by_layer: bool
+
+    @classmethod
+    def of(cls, config: Any) -> TargetSize:
+        """Counted on a model without memory, made of its Hugging Face configuration."""
+        from transformers import AutoModelForCausalLM
+
+        with torch.device("meta"):
+            model: Any = AutoModelForCausalLM.from_config(config)
+        text = config.get_text_config()
+        table = model.get_input_embeddings()
+        return cls(
+            parameters=sum(p.numel() for p in model.parameters()),
+            embedding_copy=0 if type(table) is nn.Embedding else table.weight.numel(),
+            tied=model.get_output_embeddings().weight is table.weight,
+            hidden=text.hidden_size,
+            intermediate=text.intermediate_size,
+            by_layer=text.model_type in PLAIN_DECODERS,
+        )
+
+
+@functools.cache
+def drafter_parameters(shape: DrafterConfig) -> int:
+    """Trained weights of a drafter."""
+    with torch.device("meta"):
+        return sum(p.numel() for p in Drafter(shape).parameters())
+
+
+def optimizer_bytes(parameters: int) -> int:
+    """AdamW's: float32 masters, averaged gradient, and two moments."""
+    return 16 * parameters
+
+
+class Step(NamedTuple):
+    """Bytes of one drafter step beside weights and batch."""
+
+    saved: int  # activations that wait for the backward
+    loss: int  # what the loss adds to them while it is computed
+    backward: int  # what the backward adds to them at its height
+
+    @property
+    def peak(self) -> int:
+        return self.saved + max(self.loss, self.backward)
+
+
+def drafter_step(shape: DrafterConfig, batch: Shape, itemsize: int, compiled: bool, flash: bool) -> Step:
+    """Forward, loss and backward of one batch.
+
+    Args:
+        itemsize: bytes an element of the compute dtype, c below.
+        compiled: by Inductor; else eager.
+        flash: attention by a fused kernel, which keeps no scores; else the dense path.
+    """
+    c, n, context = itemsize, batch.rows * batch.blocks * shape.block_size, batch.rows * batch.length
+    d, layers = shape.hidden_size, shape.num_hidden_layers
+    narrow = shape.num_key_value_heads * shape.head_dim
+    if compiled:
+        # the fused features before and after their norm, the blocks' input; the final norm is computed anew
+        outside = 2 * c * context * d + c * n * d
+        layer = _compiled_layer(shape, n, context, c)
+    else:
+        outside = (4 + 2 * c) * context * d + (4 + c) * n * d
+        layer = _eager_layer(shape, n, context, c)
+    outside += 4 * (context + n) + c * layers * 2 * narrow * d  # reciprocal norms; context weights, joined
+    saved = outside + layers * (layer + (_flash(shape, n, context, c) if flash else _dense(shape, batch, c)))
+    output = c * n * d
+    blocks = batch.rows * batch.blocks
+    chunk = min(blocks, chunk_size(blocks, shape.block_size - 1, shape.vocab_size))
+    logits = chunk * (shape.block_size - 1) * shape.vocab_size
+    # logits and their gradient; eager: float32 copies on the way; the gradient of the chunk before is still there
+    each = 2 * c if compiled else c + (4 if c < 4 else 0) + 13
+    each += c if chunk < blocks else 0
+    slots = output * (shape.block_size - 1) // shape.block_size
+    backward = 3 * output + 3 * c * n * shape.intermediate_size
+    if not flash:  # the gradient of the weights, in three pieces; the layer's second half has gone by then
+        scores = n * shape.num_attention_heads * (batch.length + shape.block_size)
+        backward = max(backward, 3 * c * scores - 4 * c * n * shape.intermediate_size)
+    # the loss: the output, its slots laid side by side, their gradient
+    return Step(saved, output + 2 * slots + each * logits, backward)
+
+
+def _compiled_layer(shape: DrafterConfig, n: int, context: int, c: int) -> int:
+    """Saved by a compiled layer, attention left out: n block tokens, `context` tokens, c bytes an element."""
+    d, heads, shared = shape.hidden_size, shape.num_attention_heads, shape.num_key_value_heads
+    projected = (heads + shared) * shape.head_dim  # queries and keys, before their norms
+    tokens = 4 * d + projected + 3 * shape.intermediate_size  # 4 d: both norms' outputs, both sums
+    reciprocal = 4 * n * (2 + heads + shared) + 4 * context * shared
+    return c * n * tokens + c * context * 2 * shared * shape.head_dim + reciprocal
+
+
+def _eager_layer(shape: DrafterConfig, n: int, context: int, c: int) -> int:
+    """As `_compiled_layer`. A norm keeps its input in float32, and that over its root mean square."""
+    d, heads, shared = shape.hidden_size, shape.num_attention_heads, shape.num_key_value_heads
+    wide, narrow = heads * shape.head_dim, shared * shape.head_dim
+    norms = n * ((4 + 2 * c) * 2 * d + (4 + c) * (wide + narrow))
+    keys = (
+        context * narrow * (c + (4 if c < 4 else 2 * c))
+    )  # float32: norm and values share what was projected
+    reciprocal = 4 * n * (2 + heads + shared) + 4 * context * shared
+    return norms + keys + reciprocal + c * n * (wide + 4 * shape.intermediate_size)
+
+
+def _flash(shape: DrafterConfig, n: int, context: int, c: int) -> int:
+    """Saved by a fused attention kernel: queries, output, keys and values of context and blocks, log sums."""
+    heads, narrow = shape.num_attention_heads, shape.num_key_value_heads * shape.head_dim
+    return c * (2 * n * heads * shape.head_dim + 2 * (n + context) * narrow) + 4 * n * heads
+
+
+def _dense(shape: DrafterConfig, batch: Shape, c: int) -> int:
+    """Saved by `attention.dense_attention`: queries twice, own keys and values for every query head, and the weights."""
+    n, context = batch.rows * batch.blocks * shape.block_size, batch.rows * batch.length
+    heads, narrow = shape.num_attention_heads, shape.num_key_value_heads * shape.head_dim
+    weights = n * heads * (batch.length + shape.block_size) * (4 + (c if c < 4 else 0))
+    mask = batch.rows * batch.blocks * batch.length
+    return 4 * c * n * heads * shape.head_dim + 2 * c * context * narrow + weights + mask
+
+
+def batch_bytes(shape: DrafterConfig, batch: Shape, itemsize: int) -> int:
+    """A `DrafterBatch` on its device: features, and what int64 and bool tensors say of the blocks."""
+    features = itemsize * batch.length * len(shape.target_layer_ids) * shape.hidden_size
+    return batch.rows * (features + batch.blocks * (17 + 9 * (shape.block_size - 1)) + 8)
+
+
+def target_step(size: TargetSize, shape: DrafterConfig, batch: Shape, itemsize: int) -> int:
+    """What the target's forward takes at its height, the features it returns included.
+
+    That is either in the last layer that is read (the states read before, the residual, its norm, and three tensors of
+    the MLP's width) or when the states are laid side by side.
+    """
+    read = len(shape.target_layer_ids)
+    layer = (read + 1) * size.hidden + 3 * size.intermediate
+    return itemsize * batch.rows * batch.length * max(layer, (2 * read + 1) * size.hidden)
+
+
+@dataclass(frozen=True)
+class Prediction:
+    """Of one device, bytes.
+
+    Attributes:
+        items: by name, all at their height together.
+        later: of them, what comes only once batches flow: not there at the end of the warm-up.
+        outside: taken beside PyTorch's allocator.
+        free: what the device had when it was asked; None where nothing can say (a CPU).
+    """
+
+    device: torch.device
+    items: Mapping[str, int]
+    later: int
+    outside: int
+    free: int | None = None
+
+    @property
+    def total(self) -> int:
+        return sum(self.items.values()) + self.outside
+
+    @property
+    def warm(self) -> int:
+        """What PyTorch's allocator will have given out at most by the end of the warm-up."""
+        return sum(self.items.values()) - self.later
+
+    @property
+    def fits(self) -> bool:
+        return self.free is None or self.total <= self.free
+
+
+def shapes_of(plan: Plan, rows: int = 0, anchors: int = 0, length: int = 0) -> list[Shape]:
+    """Every shape that batches have; the arguments stand in for the plan's own rows, most blocks and longest row."""
+    rows, anchors = rows or plan.config.train.batch_size, anchors or plan.config.train.anchors
+    lengths = {min(n, length or n) for n in plan.batches.buckets.lengths}
+    return [Shape(rows, n, min(anchors, plan.anchors(n))) for n in sorted(lengths)]
+
+
+def predict(plan: Plan, target: TargetSize, shapes: list[Shape]) -> list[Prediction]:
+    """For every device of a run, in the order of its workers."""
+    devices = dict.fromkeys((*plan.target_devices, *plan.drafter_devices))
+    return [_predict(plan, target, shapes, device) for device in devices]
+
+
+def _predict(plan: Plan, size: TargetSize, shapes: list[Shape], device: torch.device) -> Prediction:
+    runtime, shape = plan.config.runtime, plan.shape
+    targets, drafters = plan.target_devices.count(device), plan.drafter_devices.count(device)
+    cuda, captured = device.type == "cuda", graphs.wanted(runtime, device)
+    c, there = plan.dtype(device).itemsize, resolve_dtype(plan.config.target.dtype, device)
+    items: dict[str, int] = {}
+    if targets:
+        items["target weights"] = targets * there.itemsize * (size.parameters + size.embedding_copy)
+        items["target step"] = targets * max(target_step(size, shape, s, there.itemsize) for s in shapes)
+        if captured and size.by_layer:  # a graph's output stays for the next replay; other threads get a copy
+            outputs = sum(batch_bytes(shape, s, there.itemsize) for s in shapes)
+            items["target step"] += targets * (outputs if not plan.colocated else 0)
+    if drafters:
+        weights = drafter_parameters(shape)
+        steps = [drafter_step(shape, s, c, compile.wanted(runtime, device), cuda) for s in shapes]
+        most = max(steps, key=lambda step: step.peak)
+        items["drafter weights and gradients"] = drafters * 2 * c * weights
+        items["optimizer"] = drafters * optimizer_bytes(weights)
+        if not (targets and there == plan.dtype(device)):
+            items["embedding and head"] = (
+                drafters * c * shape.vocab_size * shape.hidden_size * (1 if size.tied else 2)
+            )
+        items["activations"] = drafters * most.saved
+        items["loss or backward"] = drafters * (most.peak - most.saved)
+        batches = [batch_bytes(shape, s, c) for s in shapes]
+        if captured:
+            items["graphs' inputs"] = drafters * sum(batches)
+        items["batches"] = drafters * _in_flight(plan) * max(batches)
+        if plan.colocated and not captured:  # one after the other in the same memory
+            step = items["activations"] + items["loss or backward"] + items["batches"]
+            items["target step"] = max(0, items["target step"] - step)
+    made = 0 if captured else drafters * max(batch_bytes(shape, s, c) for s in shapes)  # in the warm-up
+    return Prediction(
+        device,
+        {name: value for name, value in items.items() if value},
+        later=max(0, items.get("batches", 0) - made),
+        outside=OUTSIDE if cuda else 0,
+        free=torch.cuda.mem_get_info(device)[0] if cuda else None,
+    )
+
+
+def _in_flight(plan: Plan) -> int:
+    """Batches of one drafter at most: waiting in the channel, in use, and finished by a target that waits for room."""
+    if plan.colocated:
+        return 1
+    return plan.config.devices.channel_depth + 1 + -(-plan.targets // plan.drafters)
+
+
+def refuse_what_does_not_fit(plan: Plan, target: TargetSize, predictions: list[Prediction]) -> None:
+    """Raise ConfigError where a device has less free than the run will take: with the numbers, and what would do."""
+    if all(p.fits for p in predictions):
+        return
+    lacking = "; ".join(
+        f"{p.device} has {gib(p.free or 0)} free, the run takes {gib(p.total)} ({listed(p)})"
+        for p in predictions
+        if not p.fits
+    )
+    fixes = [f"{key} = {value}" for key, value in _fixes(plan, target, predictions)]
+    advice = (
+        f"any one of these fits: {', '.join(fixes)}"
+        if fixes
+        else "no batch is small enough: put targets and drafters on devices of their own, or take a smaller drafter"
+    )
+    raise ConfigError(
+        f'not enough memory: {lacking}. {advice}. runtime.memory = "warn" starts the run all the same'
+    )
+
+
+def _fixes(plan: Plan, target: TargetSize, predictions: list[Prediction]) -> Iterator[tuple[str, int]]:
+    """Of each setting that lowers the need, the largest value that fits by itself."""
+    free = [p.free for p in predictions]
+    knobs = (
+        ("train.batch_size", "rows", plan.config.train.batch_size, 1),
+        ("train.anchors", "anchors", plan.config.train.anchors, 16),
+        ("data.max_length", "length", max(plan.batches.buckets.lengths), 64),
+    )
+
+    for key, name, now, step in knobs:
+        low, high = 0, (now - 1) // step  # multiples of `step`; `low` fits or is 0
+        while low < high:
+            middle = (low + high + 1) // 2
+            made = predict(plan, target, shapes_of(plan, **{name: middle * step}))
+            fits = all(dataclasses.replace(p, free=f).fits for p, f in zip(made, free, strict=True))
+            low, high = (middle, high) if fits else (low, middle - 1)
+        if low:
+            yield key, low * step
+
+
+def look_ahead(plan: Plan, target: TargetSize, events: Events) -> list[Prediction]:
+    """Predict, tell of it, and refuse what can't fit (runtime.memory). Raises ConfigError."""
+    predictions = predict(plan, target, shapes_of(plan))
+    for p in predictions:
+        events.memory(
+            device=str(p.device), predicted=p.total, free=p.free, items=dict(p.items), parts=listed(p)
+        )
+    if plan.config.runtime.memory == "refuse":
+        refuse_what_does_not_fit(plan, target, predictions)
+    return predictions
+
+
+def compare(predictions: list[Prediction], events: Events, when: str) -> None:
+    """Tell what was predicted and what PyTorch's allocator counted so far; nothing for a CPU, where nobody counts.
+
+    Args:
+        when: "warm-up" or "steps".
+    """
+    for p in predictions:
+        if p.device.type == "cuda":
+            events.memory_measured(
+                device=str(p.device),
+                when=when,
+                predicted=p.warm if when == "warm-up" else p.total - p.outside,
+                allocated=torch.cuda.max_memory_allocated(p.device),
+                reserved=torch.cuda.max_memory_reserved(p.device),
+            )
+
+
+def listed(prediction: Prediction) -> str:
+    """A prediction's parts for people, the outside last."""
+    parts = [f"{name} {gib(value)}" for name, value in prediction.items.items()]
+    if prediction.outside:
+        parts.append(f"outside PyTorch {gib(prediction.outside)}")
+    return ", ".join(parts)
