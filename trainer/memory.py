@@ -21,7 +21,7 @@ from trainer.events import Events, gib
 from trainer.modeling.drafter import Drafter
 from trainer.modeling.layout import DrafterConfig
 from trainer.modeling.losses import chunk_size
-from trainer.modeling.target import PLAIN_DECODERS, resolve_dtype
+from trainer.modeling.target import can_pack, resolve_dtype
 from trainer.pipeline.plan import Plan
 from trainer.runtime import compile, graphs
 
@@ -72,7 +72,7 @@ class TargetSize:
             tied=model.get_output_embeddings().weight is table.weight,
             hidden=text.hidden_size,
             intermediate=text.intermediate_size,
-            by_layer=text.model_type in PLAIN_DECODERS,
+            by_layer=can_pack(config),
         )
 
 
@@ -84,8 +84,8 @@ def drafter_parameters(shape: DrafterConfig) -> int:
 
 
 def optimizer_bytes(parameters: int) -> int:
-    """AdamW's: float32 masters, averaged gradient, and two moments."""
-    return 16 * parameters
+    """AdamW's: float32 masters and two moments."""
+    return 12 * parameters
 
 
 class Step(NamedTuple):
@@ -124,14 +124,18 @@ def drafter_step(shape: DrafterConfig, batch: Shape, itemsize: int, compiled: bo
     blocks = batch.rows * batch.blocks
     chunk = min(blocks, chunk_size(blocks, shape.block_size - 1, shape.vocab_size))
     logits = chunk * (shape.block_size - 1) * shape.vocab_size
-    # logits and their gradient; eager: float32 copies on the way; the gradient of the chunk before is still there
-    each = 2 * c if compiled else c + (4 if c < 4 else 0) + 13
+    # logits become their gradient in place; without the kernel float32 copies are made on the way. The chunk before is
+    # still there
+    each = c + (0 if flash else 8 + (4 if c < 4 else 0))
     each += c if chunk < blocks else 0
     slots = output * (shape.block_size - 1) // shape.block_size
     backward = 3 * output + 3 * c * n * shape.intermediate_size
-    if not flash:  # the gradient of the weights, in three pieces; the layer's second half has gone by then
-        scores = n * shape.num_attention_heads * (batch.length + shape.block_size)
-        backward = max(backward, 3 * c * scores - 4 * c * n * shape.intermediate_size)
+    if (
+        not flash
+    ):  # the weights' gradient in three pieces, and the output's; what is behind the attention has gone
+        scores = 3 * c * n * shape.num_attention_heads * (batch.length + shape.block_size)
+        gone = n * ((8 + 3 * c) * d + 4 * c * shape.intermediate_size)
+        backward = max(backward, 2 * output + scores - gone)
     # the loss: the output, its slots laid side by side, their gradient
     return Step(saved, output + 2 * slots + each * logits, backward)
 
@@ -175,7 +179,7 @@ def _dense(shape: DrafterConfig, batch: Shape, c: int) -> int:
 def batch_bytes(shape: DrafterConfig, batch: Shape, itemsize: int) -> int:
     """A `DrafterBatch` on its device: features, and what int64 and bool tensors say of the blocks."""
     features = itemsize * batch.length * len(shape.target_layer_ids) * shape.hidden_size
-    return batch.rows * (features + batch.blocks * (17 + 9 * (shape.block_size - 1)) + 8)
+    return batch.rows * (features + 8 * batch.length + batch.blocks * (17 + 9 * (shape.block_size - 1)) + 8)
 
 
 def target_step(size: TargetSize, shape: DrafterConfig, batch: Shape, itemsize: int) -> int:
@@ -223,7 +227,7 @@ class Prediction:
 def shapes_of(plan: Plan, rows: int = 0, anchors: int = 0, length: int = 0) -> list[Shape]:
     """Every shape that batches have; the arguments stand in for the plan's own rows, most blocks and longest row."""
     rows, anchors = rows or plan.config.train.batch_size, anchors or plan.config.train.anchors
-    lengths = {min(n, length or n) for n in plan.batches.buckets.lengths}
+    lengths = {min(n, length or n) for n in plan.batches.lengths}
     return [Shape(rows, n, min(anchors, plan.anchors(n))) for n in sorted(lengths)]
 
 
@@ -251,6 +255,11 @@ def _predict(plan: Plan, size: TargetSize, shapes: list[Shape], device: torch.de
         most = max(steps, key=lambda step: step.peak)
         items["drafter weights and gradients"] = drafters * 2 * c * weights
         items["optimizer"] = drafters * optimizer_bytes(weights)
+        if plan.drafters > 1:
+            items["sum of gradients"] = drafters * 4 * weights
+            others = len(set(plan.drafter_devices)) - 1
+            if captured and others:  # else they come when the activations have gone
+                items["gradients of others"] = drafters * min(2, others) * c * weights
         if not (targets and there == plan.dtype(device)):
             items["embedding and head"] = (
                 drafters * c * shape.vocab_size * shape.hidden_size * (1 if size.tied else 2)
@@ -307,7 +316,7 @@ def _fixes(plan: Plan, target: TargetSize, predictions: list[Prediction]) -> Ite
     knobs = (
         ("train.batch_size", "rows", plan.config.train.batch_size, 1),
         ("train.anchors", "anchors", plan.config.train.anchors, 16),
-        ("data.max_length", "length", max(plan.batches.buckets.lengths), 64),
+        ("data.max_length", "length", max(plan.batches.lengths), 64),
     )
 
     for key, name, now, step in knobs:

@@ -85,6 +85,7 @@ class Made:
             anchors=torch.arange(a).expand(b, a).contiguous(),
             valid=torch.ones(b, a, dtype=torch.bool),
             lengths=torch.full((b,), s),
+            starts=torch.zeros(b, s, dtype=torch.int64),
             labels=torch.zeros(b, a, k - 1, dtype=torch.int64),
             labels_valid=torch.ones(b, a, k - 1, dtype=torch.bool),
         )
@@ -118,7 +119,7 @@ def test_weights_gradients_optimizer_and_batches_are_exact(dtype: torch.dtype) -
     optimizer = MasterAdamW(made.flat)
     count = memory.drafter_parameters(made.shape)
     assert made.flat.weights.nbytes + made.flat.gradients.nbytes == 2 * dtype.itemsize * count
-    kept = (optimizer.masters, optimizer.gradient, *optimizer.moments)
+    kept = (optimizer.masters, *optimizer.moments)
     assert sum(t.nbytes for t in kept) == optimizer_bytes(count)
     assert sum(t.nbytes for t in made.batch) == batch_bytes(made.shape, _shape(WORKS[0]), dtype.itemsize)
 
@@ -183,14 +184,13 @@ def test_what_a_compiled_step_keeps(monkeypatch: pytest.MonkeyPatch) -> None:
 def test_the_height_of_a_targets_forward(work: Workload) -> None:
     from transformers import AutoModelForCausalLM
 
-    config = target_config("tiny")
-    shape = drafter_config(work)
-    model: Any = AutoModelForCausalLM.from_config(config, attn_implementation="sdpa")
+    shape, size = drafter_config(work), TargetSize.of(target_config("tiny"))
+    model: Any = AutoModelForCausalLM.from_config(target_config("tiny"), attn_implementation="sdpa")
     target = Target(model, shape.target_layer_ids)
     ids = torch.zeros(work.batch, work.sequence, dtype=torch.int64)
     with LiveBytes(*model.parameters(), ids) as live:
         target.features(ids, torch.full((work.batch,), work.sequence))
-    assert target_step(TargetSize.of(config), shape, _shape(work), 4) == pytest.approx(live.peak, rel=0.15)
+    assert target_step(size, shape, _shape(work), 4) == pytest.approx(live.peak, rel=0.15)
 
 
 # --- whole runs -----------------------------------------------------------------------------------------------------
@@ -201,7 +201,7 @@ def _plan(targets: int, drafters: int, colocated: bool = False, **train_section:
     config = parse(
         {"train": {"batch_size": 4, "anchors": 512, **train_section}, "target": {"dtype": "bfloat16"}}
     )
-    batches: Any = SimpleNamespace(buckets=SimpleNamespace(lengths=(512, 3072)))
+    batches: Any = SimpleNamespace(lengths=(512, 3072))
     nothing: Any = None
     gpus = [torch.device("cuda", i) for i in range(8)]
     there = tuple(gpus[:drafters] if colocated else gpus[targets : targets + drafters])
