@@ -25,6 +25,7 @@ from typing import Any
 
 import torch
 
+from trainer import memory
 from trainer.config import RuntimeConfig
 from trainer.modeling import attention
 from trainer.modeling.target import Target
@@ -32,7 +33,7 @@ from trainer.options import at_least
 from trainer.runtime import cache, devices, graphs
 from trainer.runtime.devices import Device
 from trainer.variants import VARIANTS, Bench, Phases
-from trainer.workload import SHAPES, Workload, drafter_config, useful_flops
+from trainer.workload import SHAPES, Workload, drafter_config, target_config, useful_flops
 
 
 class Clock:
@@ -249,9 +250,20 @@ def _result(bench: Bench, variant: str, args: argparse.Namespace, limit: float, 
         result |= measure(bench, variant, args.steps, args.seconds, more)
     except told as error:
         return result | {"error": f"{type(error).__name__}: {error}".splitlines()[0][:300]}
+    if variant in VARIANTS and variant != "plain":
+        result["predicted_gib"] = round(_predicted(bench, variant) / 2**30, 1)
     flops = useful_flops(bench.shape, bench.work.sequence, bench.work.anchors)
     rate = result["samples_per_s"] * flops.total / 1e12
     return result | {"useful_tflops": round(rate, 3), "share_of_limit": round(rate / limit, 4)}
+
+
+def _predicted(bench: Bench, variant: str) -> int:
+    """Bytes that a variant takes at most, by trainer/memory.py."""
+    work, cuda = bench.work, bench.device.cuda
+    size = memory.TargetSize.of(target_config(work.shape))
+    shape = memory.Shape(work.batch, work.sequence, work.anchors)
+    how = (bench.dtype.itemsize, variant != "eager", cuda)
+    return memory.one_after_the_other(size, bench.shape, shape, *how)
 
 
 def _report(work: Workload, device: Device) -> dict[str, Any]:
@@ -284,8 +296,10 @@ def _line(result: dict[str, Any]) -> str:
     if "error" in result:
         return f"{name} {result['error']}"
     phases = "  ".join(f"{name} {ms}" for name, ms in result["phases_ms"].items())
-    memory = f"  {result['peak_gib']} GiB" if "peak_gib" in result else ""
+    peak = f"  {result['peak_gib']} GiB" if "peak_gib" in result else ""
+    if peak and "predicted_gib" in result:
+        peak += f" (predicted {result['predicted_gib']})"
     return (
         f"{name} {result['step_ms']} ms a step  {result['samples_per_s']} samples/s  "
-        f"{100 * result['share_of_limit']:.1f} % of the limit{memory}  host {result['host_ms']} ms  ({phases})"
+        f"{100 * result['share_of_limit']:.1f} % of the limit{peak}  host {result['host_ms']} ms  ({phases})"
     )

@@ -193,6 +193,18 @@ def target_step(size: TargetSize, shape: DrafterConfig, batch: Shape, itemsize: 
     return itemsize * batch.rows * batch.length * max(layer, (2 * read + 1) * size.hidden)
 
 
+def one_after_the_other(
+    size: TargetSize, shape: DrafterConfig, batch: Shape, itemsize: int, compiled: bool, flash: bool
+) -> int:
+    """All that a target and a drafter take together that share a device and a dtype and take turns on one batch, the
+    features of the batch before still there."""
+    weights = drafter_parameters(shape)
+    kept = itemsize * (size.parameters + 2 * weights) + optimizer_bytes(weights)
+    step = drafter_step(shape, batch, itemsize, compiled, flash)
+    height = max(target_step(size, shape, batch, itemsize), step.peak)
+    return kept + 2 * batch_bytes(shape, batch, itemsize) + height
+
+
 @dataclass(frozen=True)
 class Prediction:
     """Of one device, bytes.

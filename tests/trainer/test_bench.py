@@ -79,6 +79,7 @@ def test_bench_prints_a_line_a_variant_and_writes_json(
         assert result["samples_per_s"] > 0
         assert 0 < result["share_of_limit"] < 1
         assert result["kernels"]
+        assert ("predicted_gib" in result) == (result["variant"] == "eager")
     lines = capsys.readouterr().out.splitlines()
     assert [line.split()[0] for line in lines[3:]] == ["batch", "plain", "eager"]
 

@@ -18,7 +18,7 @@ from torch.utils._python_dispatch import TorchDispatchMode
 from torch.utils._pytree import tree_leaves
 
 from tests.trainer.pipeline.runs import arguments, events, make_dataset, make_target, write_config
-from trainer import memory, train
+from trainer import bench, memory, train
 from trainer.config import ConfigError, parse
 from trainer.memory import Shape, TargetSize, batch_bytes, drafter_step, optimizer_bytes, target_step
 from trainer.modeling import attention
@@ -29,6 +29,8 @@ from trainer.optim import FlatParameters, MasterAdamW
 from trainer.pipeline.drafters import draft
 from trainer.pipeline.plan import Plan
 from trainer.pipeline.targets import DrafterBatch
+from trainer.runtime.devices import Device
+from trainer.variants import Bench
 from trainer.workload import Workload, drafter_config, target_config
 
 CPU = torch.device("cpu")
@@ -178,6 +180,16 @@ def test_what_a_compiled_step_keeps(monkeypatch: pytest.MonkeyPatch) -> None:
     saved = made.saved(torch.compile(draft, backend=backend, dynamic=False))
     step = drafter_step(made.shape, _shape(work), 2, compiled=True, flash=True)
     assert step.saved == pytest.approx(saved, rel=0.05)
+
+
+def test_the_height_of_a_bench_step() -> None:
+    """What `bench` prints beside its peak: a whole step of its eager variant on the CPU, within a tenth."""
+    work = WORKS[1]
+    with LiveBytes() as live:
+        made = Bench(work, Device(CPU))
+        for phase in 2 * [run for _, run in made.step("eager")]:
+            phase()
+    assert bench._predicted(made, "eager") == pytest.approx(live.peak, rel=0.1)
 
 
 @pytest.mark.parametrize("work", WORKS)
