@@ -76,15 +76,35 @@ def bars(rng: random.Random, i: int) -> str:
     return "".join(frames) + "\n"
 
 
+def ids(rng: random.Random, i: int) -> str:
+    """No two lines alike for the sake of a hash and a key."""
+    key = "".join(rng.choices("ABCDEFGHIJKLMNOPQRSTUVWXYZabcdefghijklmnopqrstuvwxyz0123456789", k=12))
+    return f"2026-01-01 10:00:00,{i % 1000:03d} INFO data.loader shard={rng.getrandbits(64):016x} rows=512 key={key}\n"
+
+
+def hashed_steps(rng: random.Random, i: int) -> str:
+    """The same, of lines that all show progress."""
+    return f"step {i} | loss {rng.random():.4f} | batch {rng.getrandbits(64):016x} | tok/s {rng.randint(1, 99999)}\n"
+
+
 def text(rng: random.Random, i: int) -> str:
-    """The worst case: no two lines alike."""
+    """Letters by chance: no two lines alike in anything."""
     letters = "abcdefghijklmnopqrstuvwxyz     "
     return "".join(rng.choices(letters, k=100)) + "\n"
 
 
+VERSE = """the model reads a batch from disk and writes hidden states while another worker waits for data that may come
+later or never since the queue is small we train on prose with verbs like cause and step and exit code of things"""
+
+
+def prose(rng: random.Random, i: int) -> str:
+    """No two lines alike, and every one with words that errors and progress are told by: the worst case."""
+    return " ".join(rng.choices(VERSE.split(), k=17)) + "\n"
+
+
 def write(path: Path, line: Callable[[random.Random, int], str], size: int) -> None:
     rng = random.Random(1)
-    lines = 400_000 if line is text else 20_000  # more than shapes are remembered
+    lines = 400_000 if line in (ids, hashed_steps, text, prose) else 20_000  # more than shapes are remembered
     block = "".join(line(rng, i) for i in range(lines)).encode()
     with path.open("wb") as file:
         while file.tell() < size:
@@ -124,7 +144,7 @@ def grep(path: Path, pattern: str) -> float:
 
 def rows(size: int, folder: Path) -> Iterator[tuple[str, float, float, float]]:
     pattern = alternation()
-    for line in (steps, trainer_dict, deepspeed, ranks, bars, text):
+    for line in (steps, trainer_dict, deepspeed, ranks, bars, ids, hashed_steps, text, prose):
         path = folder / f"{line.__name__}.log"
         write(path, line, size)
         out = subprocess.run(

@@ -6,6 +6,8 @@ import re
 from dataclasses import dataclass
 from datetime import datetime, timezone
 
+from dflashctl.diagnose.literals import Gated
+
 LIMIT = 8192
 """Characters of a line that are looked at: the first and the last half of this."""
 
@@ -32,7 +34,7 @@ _GLOG = re.compile(r"^\[?([IWEF])(?:\d{4} \d\d:\d\d:\S+|\s)")
 _STAMP = re.compile(r"\b(\d{4})[-/](\d\d)[-/](\d\d)[T _](\d\d):(\d\d):(\d\d)(?:[.,](\d{1,9}))?")
 _CLOCK = re.compile(r"(?<![\d:<])(\d\d):(\d\d):(\d\d)(?![\d:])")
 _JSON = re.compile(r"^\s*\{\s*\"")
-_PROGRESS = re.compile(
+_PROGRESS = Gated(
     r"""(?ix)
     \b(?:global[_ ]?step|step|iter(?:ation)?|micro_step|update)s?\b [\s"'=:\[#|]{0,40} \d
     | \bepoch\b [\s"'=:\[#|]{0,20} \d .{0,200}? (?:\bloss|\bce\b|batch|\d/\d)
@@ -41,7 +43,7 @@ _PROGRESS = re.compile(
     | (?<![\d.])\d[\d.]{0,15}[kMG]?/\d[\d.]{0,15}[kMG]?\s*\[[\d:]{1,12}<
     """
 )
-_FAILURE = re.compile(r"^[\w.]{1,200}(?:Error|Exception): |\bfailed at (?:global[_ ]?)?step\b")
+_FAILURE = Gated(r"^[\w.]{1,200}(?:Error|Exception): |\bfailed at (?:global[_ ]?)?step\b")
 _REPORT = re.compile(r"^[\w-]{1,40} on [\w:]{1,20} failed at step \d{1,12}: ")
 _RATE = re.compile(r"\d ?(?:[kMG]?i?B|it|\w{2,12})/s\b|\ds/\w{2,12}\b")
 _AT_ZERO = re.compile(r"\b0/\d+ \[[\d:]{1,12}<\?")
@@ -49,16 +51,16 @@ _MEASURE = re.compile(
     r"(?i)\b(?:loss|ce|lr|learning_rate|tok/s|it/s|s/it|samples/s|wps|gnorm|grad_norm|sps|img/s|tokens_per_s\w*"
     r"|RunningAvg\w*|skipped|val_\w+|reached|eal)\b"
 )
-_FINISH = re.compile(
+_FINISH = Gated(
     r"(?i)\b(?:training (?:is )?(?:complete|completed|finished|done)|finished training|'train_runtime'"
     r"|run finished at step|job completed successfully|reached max(?:imum)? (?:steps|epochs))\b"
 )
-_BANNER = re.compile(
+_BANNER = Gated(
     r"(?i)^(?:[=*#~-]{3,}\s*(?:(?:new )?(?:run|job|attempt|restart|launch|start(?:ing|ed)?)\b.{0,100}?)[=*#~\s-]*$"
     r"|.{0,60}\b(?:re-?start(?:ing)?|relaunching|re-?queued)\b.{0,40}\b(?:attempt|run|job)\b[ #]*\d"
     r"|dflash trainer: |.{0,40}starting workers for entrypoint|.*\bworker group FAILED\b.*attempts? left)"
 )
-_COMPILE = re.compile(
+_COMPILE = Gated(
     r"(?i)^(?:(?!.{0,250}\b(?:compiled|finished|done|took|ready)\b).{0,60}\b(?:compil(?:e|ing)|inductor|autotun(?:e|ing))\b"
     r"|.{0,250}\bshutdown_compile_workers\b)"
 )

@@ -3,24 +3,37 @@ line is looked at once per shape, and only lines that could mean something are h
 
 from __future__ import annotations
 
+import re
+from functools import lru_cache
 from itertools import repeat
 
 from dflashctl.diagnose import lines as ln
 from dflashctl.diagnose.scanner import Scanner, opens_something
-from dflashctl.diagnose.signatures import Signatures, any_of
+from dflashctl.diagnose.sieve import Sieve
+from dflashctl.diagnose.signatures import Signatures
 
 CHUNK = 1 << 19
 """Bytes read at a time."""
 LONG = 1 << 16
 """Bytes of a line from which its middle is dropped while it is read."""
-SHAPES = 50_000
-"""Shapes of lines remembered; then it starts anew."""
+SHAPES, HELD = 50_000, 16 << 20
+"""Shapes of lines remembered, and bytes of them; then it starts anew."""
+MANY = 64
+"""Lines of a piece that are like none before, from which they are searched together."""
 CONTEXT = 3
 """Lines before a telling one that are read with it: they may say that the error was caught."""
 
 _UNKNOWN, _DULL, _STEP, _TELLING = range(4)
 # what two lines of one shape differ in: digits, signs, and the blocks of progress bars
 _DROPPED = bytes(b for b in range(256) if chr(b) in "0123456789.,+-" or b in (0xE2, 0x96, *range(0x88, 0x90)))
+_DULL_IF_UNKNOWN = bytes([_DULL, *range(1, 256)])
+_HEX = re.compile(rb"\b(?:0x)?(?=[a-f]{0,64}\d)[\da-f]{6,64}\b")
+
+
+@lru_cache(maxsize=4)
+def sieve_of(signatures: Signatures) -> Sieve:
+    """The sieve for what these signatures and the scanner look for."""
+    return Sieve(signatures.stems)
 
 
 class Reader:
@@ -32,7 +45,8 @@ class Reader:
         self._number = first_line - 1
         self._carry = b""
         self._kinds: dict[bytes, int] = {}
-        self._telling = any_of([*_WORDS, *signatures.stems])
+        self._held = 0
+        self._sieve = sieve_of(signatures)
 
     def feed(self, data: bytes) -> None:
         """The next bytes, of any number."""
@@ -98,21 +112,46 @@ class Reader:
         shapes = body.translate(None, _DROPPED).split(b"\n")
         kinds = self._kinds
         codes = bytearray(map(kinds.get, shapes, repeat(_UNKNOWN)))
-        k = codes.find(_UNKNOWN)
+        unknown = codes.count(_UNKNOWN)
+        if unknown > MANY and not self._signatures.any_line:
+            return self._sift(body, shapes, codes, lines)
+        k = codes.find(_UNKNOWN) if unknown else -1
         while k >= 0:
             shape = shapes[k]
             code = kinds.get(shape)
             if code is None:
-                if len(kinds) >= SHAPES:
-                    kinds.clear()
-                code = kinds[shape] = self._kind(lines[k])
+                code = self._kind(lines[k])
+                self._remember(len(shape))
+                kinds[shape] = code
             codes[k] = code
             k = codes.find(_UNKNOWN, k + 1)
         return codes
 
+    def _sift(self, body: bytes, shapes: list[bytes], codes: bytearray, lines: _Lines) -> bytearray:
+        """The same where many lines are like none before: all are searched at once, and few need a closer look."""
+        for k in self._sieve.lines(body):
+            if codes[k] == _UNKNOWN:
+                # often only a hash or an id in it is new
+                shape = _HEX.sub(b"", lines[k]).translate(None, _DROPPED)
+                code = self._kinds.get(shape)
+                if code is None:
+                    code = self._kind(lines[k])
+                    self._remember(len(shape))
+                    self._kinds[shape] = code
+                codes[k] = code
+        codes = codes.translate(_DULL_IF_UNKNOWN)
+        self._remember(len(body))
+        self._kinds.update(zip(shapes, codes, strict=True))
+        return codes
+
+    def _remember(self, size: int) -> None:
+        """Make room for shapes of that many bytes."""
+        self._held += size
+        if self._held > HELD or len(self._kinds) >= SHAPES:
+            self._kinds.clear()
+            self._held = size
+
     def _kind(self, raw: bytes) -> int:
-        if len(raw) < LONG and self._plainly_dull(raw):
-            return _DULL
         line = ln.parse(0, raw)
         if not line.text.strip():
             return _DULL
@@ -121,16 +160,6 @@ class Reader:
         if ln.is_progress(line.text):
             return _TELLING if self._signatures.match(line.text, "progress") else _STEP
         return _DULL
-
-    def _plainly_dull(self, raw: bytes) -> bool:
-        """Whether a line of text can be passed over without a closer look: the common case where no two are alike."""
-        if not raw[:1].isalpha() or b"\x1b" in raw or b"[" in raw or b"|" in raw or b"]: " in raw:
-            return False
-        first, _, rest = raw.partition(b" ")
-        if self._signatures.any_line or not rest or first.endswith(b":") or b"." in first:
-            return False
-        text = raw.decode("utf-8", "replace").lower()
-        return not self._telling.search(text)
 
 
 class _Lines:
@@ -151,18 +180,6 @@ class _Lines:
                 self._rest, *more = parts
             self._tail = more + self._tail
         return self._tail[k - self._count]
-
-
-# each line that opens something, or shows progress, holds one of these (tests compare with reading line by line)
-# fmt: off
-_WORDS = (
-    "error", "exception", "traceback", "fatal", "fail", "abort", "assert", "panic", "cannot", "unable",
-    "died", "crash", "train", "finished", "completed", "reached", "compil", "inductor", "autotun", "torch",
-    "root", "cause", "worker", "dflash", "step", "iter", "update", "epoch", "loss", "killed", "lost",
-    "violation", "unsupported", "mismatch", "stopped", "notfound", "timeout", "resources", "fault", "exit",
-    "interrupt", "group", "restart", "relaunch", "requeue", "outofmemory",
-)
-# fmt: on
 
 
 def _newest_steps(codes: bytearray, start: int, stop: int) -> list[int]:

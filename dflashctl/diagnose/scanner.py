@@ -9,6 +9,7 @@ from collections import deque
 
 from dflashctl.diagnose import lines as ln
 from dflashctl.diagnose.lines import Line
+from dflashctl.diagnose.literals import Gated
 from dflashctl.diagnose.signatures import Signatures
 from dflashctl.diagnose.tracebacks import CHAIN, Finding, Traceback, exception_type, is_header
 
@@ -16,12 +17,12 @@ _THREAD = re.compile(r"^Exception in thread (?P<thread>.{1,200}?)(?: \(.*\))?:\s
 _IGNORED = re.compile(
     r"^(?:Exception ignored (?:in|on|while)\b|Error in atexit\._run_exitfuncs|Error in sys\.excepthook)"
 )
-_SURVIVED = re.compile(
+_SURVIVED = Gated(
     r"(?i)\b(?:trying|retry(?:ing)?|retries|skip(?:s|ped|ping)?|ignor(?:ed?|ing)|recover(?:ed|ing|s)?|restart(?:ed|ing)"
     r"|fall(?:ing|s)? ?back|fallback|continu(?:e|es|ed|ing)|caught|handled|non-fatal|reduc(?:ed|ing)|resum(?:ed|ing)"
     r"|not critical|halv(?:ed|ing)|respawn(?:ed|ing)?|requeu(?:ed|eing)|will be (?:replaced|disabled)|disabl(?:ed|ing))\b"
 )
-_NOT_SURVIVED = re.compile(
+_NOT_SURVIVED = Gated(
     r"(?i)\b(?:giving up|gave up|no more retries|retries exhausted|after \d+ (?:retries|attempts)"
     r"|cannot|can't|unable to|failed to)\b"
 )
@@ -33,7 +34,7 @@ _TURN = re.compile(r"^<\|?/?(?:user|assistant|system|im_start|im_end)\b")
 _ELASTIC_ROOT = re.compile(r"^Root Cause \(first observed failure\):")
 _ELASTIC_KEYS = ("time  ", "host  ", "rank  ", "exitcode ", "error_file:", "traceback :")
 _ELASTIC_EDGE = re.compile(r"^[=-]{20,}\s*$")
-_ANOMALY = re.compile(
+_ANOMALY = Gated(
     r"(?i)\b(?:error|fatal|failed|failure|abort(?:ed|ing)?|assert(?:ion)?|panic|exception|cannot|unable to|died|crash(?:ed)?)\b"
 )
 _LEVEL_KEYS = ("level", "severity", "levelname", "lvl", "log.level")
@@ -50,7 +51,7 @@ _TEXT_KEYS = (
     "event",
     "detail",
 )
-_TORCH = re.compile(r"\btorch[ =:]+v?(\d+\.\d+(?:\.\d+)?)")
+_TORCH = Gated(r"\btorch[ =:]+v?(\d+\.\d+(?:\.\d+)?)")
 
 QUOTE_LIMIT = 400
 """Lines after which an unclosed quotation is taken to have ended."""

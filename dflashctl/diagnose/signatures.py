@@ -4,21 +4,17 @@ from __future__ import annotations
 
 import re
 import sys
-from collections.abc import Iterable
 from dataclasses import dataclass
 from functools import lru_cache
 from pathlib import Path
 from typing import Any
 
+from dflashctl.diagnose.literals import literals, searches
 from dflashctl.errors import ConfigError
 
 if sys.version_info >= (3, 11):
-    from re import _parser  # type: ignore[attr-defined]  # the parse tree, to know what a regex needs
-
     import tomllib
 else:
-    import sre_parse as _parser
-
     import tomli as tomllib
 
 SCOPES = ("exception", "frame", "line", "warn", "hint", "epilogue", "progress")
@@ -65,18 +61,30 @@ class Signatures:
             for pattern in signature.patterns:
                 for scope in pattern.scopes:
                     self._scoped[scope].append((signature, pattern))
+        # per scope, what finds the literals that its patterns need; None where one of them needs none
+        self._gates = {scope: self._gate(scope) for scope in SCOPES}
         loose = [pattern for scope in ("line", "warn", "hint") for _, pattern in self._scoped[scope]]
         self.stems = _shortest({stem for pattern in loose for stem in pattern.needs})
-        self._gate = any_of(self.stems)
         self.any_line = any(not pattern.needs for pattern in loose)
+        self._loose = searches(self.stems)
+
+    def _gate(self, scope: str) -> list[re.Pattern[bytes]] | None:
+        patterns = [pattern for _, pattern in self._scoped[scope]]
+        if not all(pattern.needs for pattern in patterns):
+            return None
+        return searches(_shortest({stem for pattern in patterns for stem in pattern.needs}))
 
     def match(self, text: str, *scopes: str) -> tuple[Signature, Pattern, dict[str, str]] | None:
         """The first signature that matches `text` in one of the scopes (strong patterns before weak ones), and its captures."""
         weak = None
         low = text.lower()
+        raw = low.encode("utf-8", "replace")
         for scope in scopes:
+            gate = self._gates[scope]
+            if gate is not None and not any(search.search(raw) for search in gate):
+                continue
             for signature, pattern in self._scoped[scope]:
-                if pattern.needs and not any(stem in low for stem in pattern.needs):
+                if pattern.needs and not any(map(low.__contains__, pattern.needs)):
                     continue
                 found = pattern.regex.search(text)
                 if found:
@@ -88,60 +96,8 @@ class Signatures:
 
     def may_match(self, text: str) -> bool:
         """Whether a line with this text, whatever its digits, could match in a scope of loose lines."""
-        return self.any_line or bool(self._gate.search(text.lower()))
-
-
-_BREAKS = frozenset("0123456789.,+-")
-"""Characters in which lines of one shape differ (see reader.py): no part of a literal."""
-
-
-def literals(regex: re.Pattern[str]) -> tuple[str, ...]:
-    """Lower-case literals of which each match of the regex contains one; empty where there are none of use."""
-    return tuple(sorted(_needs(_parser.parse(regex.pattern, regex.flags & re.IGNORECASE)) or ()))
-
-
-def _needs(tree: Any) -> set[str] | None:
-    """The best of the parts that stand one after another: each alone would do."""
-    options: list[set[str]] = []
-    run = ""
-    for operation, value in [*tree, ("end", None)]:
-        name = str(operation)
-        if name == "LITERAL" and chr(value) not in _BREAKS:
-            run += chr(value).lower()
-            continue
-        if len(run) >= 2:
-            options.append({run})
-        run = ""
-        if name == "SUBPATTERN":
-            inner = _needs(value[-1])
-        elif name in ("MAX_REPEAT", "MIN_REPEAT") and value[0] >= 1:
-            inner = _needs(value[2])
-        elif name == "BRANCH":
-            parts = [_needs(branch) for branch in value[1]]
-            inner = set().union(*(p for p in parts if p)) if all(parts) else None
-        else:
-            continue
-        if inner:
-            options.append(inner)
-    return max(options, key=lambda stems: min(map(len, stems)), default=None)
-
-
-def any_of(words: Iterable[str]) -> re.Pattern[str]:
-    """A regex that finds any of the words, with their beginnings shared: several times as fast as one after another."""
-    tree: dict[str, Any] = {}
-    for word in words:
-        node = tree
-        for char in word:
-            node = node.setdefault(char, {})
-        node[""] = True
-
-    def written(node: dict[str, Any]) -> str:
-        if "" in node:
-            return ""
-        parts = [re.escape(char) + written(rest) for char, rest in node.items()]
-        return parts[0] if len(parts) == 1 else f"(?:{'|'.join(parts)})"
-
-    return re.compile(written(tree))
+        raw = text.lower().encode("utf-8", "replace")
+        return self.any_line or any(search.search(raw) for search in self._loose)
 
 
 def _shortest(stems: set[str]) -> tuple[str, ...]:

@@ -130,6 +130,16 @@ def test_mutated_logs(seed: int, facts: dict[str, object]) -> None:
         assert 1 <= found.root.line <= len(lines)
 
 
+WORD = b"the quick brown fox jumps over a lazy dog "
+
+
+def unlike(size: int) -> bytes:
+    """Letters by chance, in lines of 60."""
+    drawn = bytearray(random.Random(5).choices(b"abcdefghijklmnopqrstuvwxyz     ", k=size))
+    drawn[59::60] = b"\n" * len(drawn[59::60])
+    return bytes(drawn)
+
+
 @pytest.mark.parametrize(
     "log",
     [
@@ -143,6 +153,9 @@ def test_mutated_logs(seed: int, facts: dict[str, object]) -> None:
         b"Traceback (most recent call last):\n" * 40_000,
         b"Traceback (most recent call last):\n" + b'  File "a.py", line 1, in f\n' * 100_000,
         b"\n" * 2_000_000,
+        b"".join(WORD * 3_000 + b"%x\n" % (n * 2654435761) for n in range(150)).replace(b"0", b"g"),
+        b"".join(b"step %s | loss 2.0\n" % WORD[n % 20 : n % 20 + 9 + n % 7] for n in range(30_000)),
+        unlike(4_000_000),
     ],
     ids=[
         "one line",
@@ -155,6 +168,9 @@ def test_mutated_logs(seed: int, facts: dict[str, object]) -> None:
         "headers",
         "frames",
         "empty",
+        "long lines, none alike",
+        "steps, few alike",
+        "none alike",
     ],
 )
 def test_monsters_cost_little(log: bytes) -> None:
