@@ -127,28 +127,10 @@ class _Case:
     def _living(self) -> Diagnosis:
         silent = self.facts.get("seconds_since_last_line")
         stalled = isinstance(silent, (int, float)) and silent > self._patience()
-        deaths = [
-            f
-            for f in self.findings
-            if f.kind == "thread" and f.thread and not (f.survived or self._after_finish(f))
-        ]
+        deaths = self._deaths()
         if deaths:
-            first = deaths[0]
-            place = Finding(
-                "thread-died",
-                4,
-                "root",
-                first.start,
-                f"Exception in thread {first.thread}:",
-                first.start,
-                "thread",
-                first.rank,
-                first.thread,
-                file=first.file,
-            )
-            return self._say(
-                "stalled" if stalled else "degraded", place, others=[*deaths, *self._kept(living=True)]
-            )
+            others = [*deaths, *self._kept(living=True)]
+            return self._say("stalled" if stalled else "degraded", _dead_thread(deaths[0]), others=others)
         kept = self._kept(living=True)
         if stalled:
             return self._stalled(kept)
@@ -165,6 +147,14 @@ class _Case:
         if late and isinstance(silent, (int, float)) and silent > 60:
             return self._say("degraded", self._root(late), others=kept, confidence="likely")
         return self._say("healthy" if self.progress else "warming", None)
+
+    def _deaths(self) -> list[Finding]:
+        """Threads that died of an exception, one the run says nothing about."""
+        return [
+            f
+            for f in self.findings
+            if f.kind == "thread" and f.thread and not (f.survived or self._after_finish(f))
+        ]
 
     def _stalled(self, kept: list[Finding]) -> Diagnosis:
         roots = [f for f in kept if not f.weak]
@@ -230,6 +220,9 @@ class _Case:
             kept = []  # it went on after each of them, and no end is in sight
         if self._finished() and all(self._before_finish(f) for f in kept):
             return self._say("finished", None, confidence="likely")
+        deaths = [] if kept or self._finished() else self._deaths()
+        if deaths:
+            return self._say("degraded", _dead_thread(deaths[0]), others=deaths, confidence="likely")
         root = self._root([f for f in kept if not f.weak or (f.kind == "exception" and f.top_level)])
         if root is not None:
             group = self.signatures.by_name[root.cls].group if root.cls in self.signatures.by_name else ""
@@ -391,6 +384,11 @@ class _Case:
             fired=tuple(self.fired),
             rule=f.cls if s and s.class_ != f.cls else "",
         )
+
+
+def _dead_thread(f: Finding) -> Finding:
+    text = f"Exception in thread {f.thread}:"
+    return Finding("thread-died", 4, "root", f.start, text, f.start, "thread", f.rank, f.thread, file=f.file)
 
 
 def _unsure(f: Finding) -> bool:

@@ -52,8 +52,8 @@ _MEASURE = re.compile(
     r"|RunningAvg\w*|skipped|val_\w+|reached|eal)\b"
 )
 _FINISH = Gated(
-    r"(?i)\b(?:training (?:is )?(?:complete|completed|finished|done)|finished training|'train_runtime'"
-    r"|run finished at step|job completed successfully|reached max(?:imum)? (?:steps|epochs))\b"
+    r"(?i)\b(?:training (?:is )?(?:complete|completed|finished|done)|finished training"
+    r"|run finished at step|job completed successfully|reached max(?:imum)? (?:steps|epochs))\b|'train_runtime'"
 )
 _BANNER = Gated(
     r"(?i)^(?:[=*#~-]{3,}\s*(?:(?:new )?(?:run|job|attempt|restart|launch|start(?:ing|ed)?)\b.{0,100}?)[=*#~\s-]*$"

@@ -6,12 +6,13 @@ from __future__ import annotations
 import json
 import re
 from collections import deque
+from dataclasses import replace
 
 from dflashctl.diagnose import lines as ln
 from dflashctl.diagnose.lines import Line
 from dflashctl.diagnose.literals import Gated
 from dflashctl.diagnose.signatures import Signatures
-from dflashctl.diagnose.tracebacks import CHAIN, Finding, Traceback, exception_type, is_header
+from dflashctl.diagnose.tracebacks import CHAIN, HEADER, Finding, Traceback, exception_type, is_header
 
 _THREAD = re.compile(r"^Exception in thread (?P<thread>.{1,200}?)(?: \(.*\))?:\s*$")
 _IGNORED = re.compile(
@@ -31,6 +32,10 @@ _QUOTE_OPEN = re.compile(
 )
 _QUOTE_CLOSE = re.compile(r"(?i)^[^\w\s]{2,}\s*(?:end\b|/?(?:sample|generation|completion|prompt|response))")
 _TURN = re.compile(r"^<\|?/?(?:user|assistant|system|im_start|im_end)\b")
+_NATIVE = Gated(r"^\s*what\(\):\s+|\bwatchdog thread terminated with exception: ")
+"""What stands before the message of a C++ exception."""
+_LOGGED = re.compile(r"[\w)][\]:|>-]\s*$|\d\s+$")
+"""How the head that a logger puts before a line ends."""
 _ELASTIC_ROOT = re.compile(r"^Root Cause \(first observed failure\):")
 _ELASTIC_KEYS = ("time  ", "host  ", "rank  ", "exitcode ", "error_file:", "traceback :")
 _ELASTIC_EDGE = re.compile(r"^[=-]{20,}\s*$")
@@ -59,6 +64,8 @@ STRUCTURED = 400
 """Lines of text read of one JSON line."""
 FORGOTTEN = 100
 """Lines of others after which a traceback has ended, whether its own rank said something or not."""
+LEAD = 200
+"""Characters of such a head at most."""
 NEAR = 3
 """Lines within which a word about the error that follows is looked for."""
 STREAMS = 2048
@@ -94,6 +101,7 @@ class Scanner:
         self._blocks: dict[str, Traceback] = {}
         self._thread: dict[str, tuple[str, int]] = {}
         self._ignored_next: dict[str, bool] = {}
+        self._leads: dict[str, re.Pattern[str]] = {}
         self._epilogue = 0
         self.progress = 0
         self.progress_line = 0
@@ -128,6 +136,7 @@ class Scanner:
             return
         for block in [b for b in self._blocks.values() if number - b.end > FORGOTTEN]:
             self._end(block)  # its rank says nothing more
+        line = self._unled(line)
         if ln.is_banner(line.text):
             self.reset()
             self.banner = line.number
@@ -172,6 +181,22 @@ class Scanner:
 
     # ---------------------------------------------------------------- tracebacks
 
+    def _unled(self, line: Line) -> Line:
+        """Without the head that some loggers put before every line of a traceback, learnt from its first line."""
+        at = line.text.find(HEADER)
+        if 0 < at <= LEAD and _LOGGED.search(line.text[:at]) and not ln.is_data(line.text):
+            lead = line.text[:at]
+            self._leads[line.stream] = re.compile(re.sub(r"\d+", r"\\d+", re.escape(lead)))
+            return replace(line, text=line.text[at:])
+        known = self._leads.get(line.stream)
+        if known is None:
+            return line
+        found = known.match(line.text)
+        if found is None or line.stream not in self._blocks:
+            self._leads.pop(line.stream)
+            return line
+        return replace(line, text=line.text[found.end() :], level="", glog=False)
+
     def _in_block(self, line: Line) -> bool:
         """Tracebacks: header, frames, exception, continuation, chain."""
         block = self._blocks.get(line.stream)
@@ -209,6 +234,8 @@ class Scanner:
             line, thread=thread, ignored=self._ignored_next.pop(line.stream, False), excuse=excuse
         )
         block.start = at or block.start
+        if line.level in ("D", "I", "W") and not block.survived:
+            block.survived = line.raw
         self._keep(block)
 
     def _keep(self, block: Traceback) -> None:
@@ -271,6 +298,8 @@ class Scanner:
             return
         if _IGNORED.match(text):
             self._ignored_next[line.stream] = True
+            if ln.is_compile(text):
+                self.compile_line = (line.number, text)
             return
         self._thread.pop(line.stream, None)
         self._ignored_next.pop(line.stream, None)
@@ -369,6 +398,9 @@ class Scanner:
             self._keep(block)
             return
         found = self._signatures.match(text, *(("warn",) if quiet else ("line", "warn")))
+        native = None if found or quiet else _NATIVE.search(text)
+        if native:
+            found = self._signatures.match(text[native.end() :], "exception")
         hint = self._signatures.match(text, "hint") if found is None else None
         if hint is not None:
             s = hint[0]
@@ -411,6 +443,7 @@ def opens_something(line: Line) -> bool:
         or _QUOTE_OPEN.match(text)
         or _TURN.match(text)
         or _ELASTIC_ROOT.match(text)
+        or _NATIVE.search(text)
         or _TORCH.search(text)
         or (_ANOMALY.search(text) and line.level not in ("D", "I", "W"))
         or (exception_type(text) and line.level not in ("D", "I", "W"))

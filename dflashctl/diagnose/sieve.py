@@ -15,7 +15,7 @@ WORDS = (
     "error", "exception", "traceback", "fatal", "failed", "failure", "abort", "assert", "panic", "cannot", "unable to",
     "died", "crash", "training", "train_runtime", "run finished at", "job completed", "reached max", "compil", "inductor",
     "autotun", "torch", "root cause (first", "worker group failed", "workers for entrypoint", "dflash trainer",
-    "step", "iter", "update", "epoch", "loss", "restart", "re-start", "relaunch", "requeue", "re-queue",
+    "step", "iter", "update", "epoch", "loss", "restart", "re-start", "relaunch", "requeue", "re-queue", "what():",
 )  # fmt: skip
 """What opens a traceback or a block, begins or ends a run, or shows progress holds one of these, or matches FORMS."""
 

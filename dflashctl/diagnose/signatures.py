@@ -25,7 +25,8 @@ class Pattern:
     """One regex of a class.
 
     weak: counts only where nothing stronger was found anywhere. echo: counts only where nothing else stands in the
-    same exception chain. needs: one of these stands, in lower case, in every text that can match; empty: not known.
+    same exception chain. over: classes of exceptions beneath it in the chain that say less than it does.
+    needs: one of these stands, in lower case, in every text that can match; empty: not known.
     """
 
     regex: re.Pattern[str]
@@ -33,6 +34,7 @@ class Pattern:
     needs: tuple[str, ...]
     weak: bool = False
     echo: bool = False
+    over: tuple[str, ...] = ()
 
 
 @dataclass(frozen=True)
@@ -132,6 +134,7 @@ def parse(raw: dict[str, Any], source: str) -> list[Signature]:
                     literals(regex),
                     bool(item.get("weak")),
                     bool(item.get("echo")),
+                    tuple(item.get("over", ())),
                 )
             )
         advice = body.get("advice", [])

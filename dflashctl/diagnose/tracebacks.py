@@ -6,7 +6,7 @@ import re
 from dataclasses import dataclass, field
 
 from dflashctl.diagnose.lines import Line
-from dflashctl.diagnose.signatures import Signature, Signatures
+from dflashctl.diagnose.signatures import Pattern, Signature, Signatures
 
 HEADER = "Traceback (most recent call last)"
 _FIRST = re.compile(r"^(?:\^C|>>> |\")?Traceback \(most recent call last\)")
@@ -199,34 +199,39 @@ class Traceback:
         from_loader = any(_LOADER in e.text for e in self.chain)
         chain = [e for e in self.chain if not _RAISED_ELSEWHERE.match(e.text)] or self.chain
         ranked = []
+        wrappers: list[tuple[Finding, tuple[str, ...]]] = []
         for order, error in enumerate(chain):
-            finding, echo = self._classify(error, signatures)
+            finding, pattern = self._classify(error, signatures)
+            echo = pattern is not None and pattern.echo
+            if pattern is not None and pattern.over:
+                wrappers.append((finding, pattern.over))
             plain = finding.cls == "user-exception" or finding.weak
             rank = (2 if echo or (plain and finding.role == "cascade") else 1) if plain or echo else 0
             if finding.role == "cascade" and not plain:
                 rank = 3
             ranked.append((rank, order, finding))
         winner = min(ranked, key=lambda item: item[:2])[2]
+        winner = next((f for f, over in wrappers if winner.cls in over and winner.line < f.line), winner)
         if winner.cls == "user-exception" and from_loader:
             winner.cls = "dataloader-worker-exception"
         return winner
 
-    def _classify(self, error: Error, signatures: Signatures) -> tuple[Finding, bool]:
+    def _classify(self, error: Error, signatures: Signatures) -> tuple[Finding, Pattern | None]:
         for number, text in error.frames:
             found = signatures.match(text, "frame")
             if found:
-                return self._as_finding(error, found[0], number, text, found[2]), False
+                return self._as_finding(error, found[0], number, text, found[2]), None
         # a KeyError's text is a key, not words about what happened
         found = signatures.match(error.text, "exception") if error.type != "KeyError" else None
         if found:
             signature, pattern, captures = found
             finding = self._as_finding(error, signature, error.line, error.text, captures)
             finding.weak = pattern.weak
-            return finding, pattern.echo
+            return finding, pattern
         finding = self._as_finding(error, signatures.by_name["user-exception"], error.line, error.text, {})
         if error.type == "SystemExit" or (not error.type and not error.frames):
             finding.tier, finding.role, finding.weak = 5, "cascade", True
-        return finding, False
+        return finding, None
 
     def _as_finding(
         self, error: Error, signature: Signature, line: int, text: str, captures: dict[str, str]
