@@ -39,7 +39,7 @@ _PROGRESS = Gated(
     \b(?:global[_ ]?step|step|iter(?:ation)?|micro_step|update)s?\b [\s"'=:\[#|]{0,40} \d
     | \bepoch\b [\s"'=:\[#|]{0,20} \d .{0,200}? (?:\bloss|\bce\b|batch|\d/\d)
     | \[\d{1,12}/\d{1,12}\]
-    | ["']?\b(?:train_|lm[_ ]|total_)?loss["']?\s*[:=|]?\s*(?:[-+]?\.?\d|[-+]?nan\b|[-+]?inf)
+    | ["']?\b(?:train_|lm[_ ]|total_)?loss["']?\s*[:=|]?\s*["']?(?:[-+]?\.?\d|[-+]?nan\b|[-+]?inf)
     | (?<![\d.])\d[\d.]{0,15}[kMG]?/\d[\d.]{0,15}[kMG]?\s*\[[\d:]{1,12}<
     """
 )
