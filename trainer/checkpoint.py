@@ -227,11 +227,11 @@ def find(name: str, runs: Path, tell: Callable[[str], None]) -> Checkpoint:
     return found
 
 
-def settings(config: Config, dataset: str) -> dict[str, Any]:
+def settings(config: Config, dataset: str, drafters: int | None = None) -> dict[str, Any]:
     """Everything that decides a run's result, flat: `section.key` -> value.
 
     The number of drafters is part of it (a step takes one batch from each); the number of targets, and which devices
-    either has, are not. `dataset` is the fingerprint of the data's content.
+    either has, are not. `dataset` is the fingerprint of the data's content, `drafters` how many all nodes have together.
     """
     flat: dict[str, Any] = {}
     for section in ("target", "data", "drafter", "train"):
@@ -240,7 +240,7 @@ def settings(config: Config, dataset: str) -> dict[str, Any]:
             if name not in FREE_TO_CHANGE:
                 flat[name] = list(value) if isinstance(value, tuple) else value
     flat["runtime.drafter_dtype"] = config.runtime.drafter_dtype
-    flat["devices.drafters (count)"] = len(config.devices.drafters)
+    flat["devices.drafters (count)"] = drafters or len(config.devices.drafters)
     flat["dataset content"] = dataset
     return flat
 

@@ -116,6 +116,15 @@ class RuntimeConfig:
 
 
 @dataclass(frozen=True)
+class NodesConfig:
+    """Several machines, one process each, started by torchrun."""
+
+    timeout: float = (
+        1800.0  # seconds that a node waits for the others, at the start, in a step or while one saves
+    )
+
+
+@dataclass(frozen=True)
 class EvaluateConfig:
     """The real draft-and-verify loop, run before the first step and after the last one."""
 
@@ -136,6 +145,7 @@ class Config:
     train: TrainConfig = field(default_factory=TrainConfig)
     devices: DevicesConfig = field(default_factory=DevicesConfig)
     runtime: RuntimeConfig = field(default_factory=RuntimeConfig)
+    nodes: NodesConfig = field(default_factory=NodesConfig)
     evaluate: EvaluateConfig = field(default_factory=EvaluateConfig)
     warmup: dict[str, float] = field(default_factory=dict)  # seconds per phase; read by dflashctl only
 
@@ -241,6 +251,7 @@ def _check(config: Config, source: str) -> None:
         (config.evaluate.count >= 0, "evaluate.count", "0 or more"),
         (config.evaluate.temperature >= 0, "evaluate.temperature", "0 or more"),
         (config.evaluate.max_new_tokens >= 1, "evaluate.max_new_tokens", "at least 1"),
+        (config.nodes.timeout > 0, "nodes.timeout", "above 0"),
         (v.cpu_threads >= 0, "devices.cpu_threads", "0 or more"),
         (v.topology in ("split", "colocated", "auto"), "devices.topology", "split, colocated or auto"),
         (

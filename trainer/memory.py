@@ -23,6 +23,7 @@ from trainer.modeling.layout import DrafterConfig
 from trainer.modeling.losses import chunk_size
 from trainer.modeling.target import can_pack, resolve_dtype
 from trainer.pipeline.plan import Plan
+from trainer.pipeline.sums import CHUNK
 from trainer.runtime import compile, graphs
 
 OUTSIDE = 1 << 29
@@ -267,11 +268,11 @@ def _predict(plan: Plan, size: TargetSize, shapes: list[Shape], device: torch.de
         most = max(steps, key=lambda step: step.peak)
         items["drafter weights and gradients"] = drafters * 2 * c * weights
         items["optimizer"] = drafters * optimizer_bytes(weights)
-        if plan.drafters > 1:
+        if plan.all_drafters > 1:
             items["sum of gradients"] = drafters * 4 * weights
             others = len(set(plan.drafter_devices)) - 1
             if captured and others:  # else they come when the activations have gone
-                items["gradients of others"] = drafters * min(2, others) * c * weights
+                items["gradients of others"] = drafters * min(2, others) * c * min(weights, CHUNK)
         if not (targets and there == plan.dtype(device)):
             items["embedding and head"] = (
                 drafters * c * shape.vocab_size * shape.hidden_size * (1 if size.tied else 2)

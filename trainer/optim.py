@@ -189,6 +189,10 @@ class MasterAdamW:
         self.updates += ~drop
         return bad
 
+    def checksum(self) -> int:
+        """A number that differs where a bit of the masters does, all but surely. Waits for the device."""
+        return int(self.masters.view(torch.int32).sum(dtype=torch.int64).item())
+
     def state(self) -> Iterator[tuple[str, dict[str, Tensor]]]:
         """The masters, then both moments, by parameter name: what a checkpoint keeps beside `updates`."""
         yield "masters", self.flat.split(self.masters)

@@ -3,11 +3,13 @@
 from __future__ import annotations
 
 import argparse
+import contextlib
 import dataclasses
 import hashlib
 import json
 import os
 import platform
+import signal
 import sys
 import time
 from pathlib import Path
@@ -32,12 +34,13 @@ from trainer.pipeline.channel import Stopped
 from trainer.pipeline.crew import Crew
 from trainer.pipeline.drafters import Start
 from trainer.pipeline.lead import NonFiniteError, Reporter
+from trainer.pipeline.nodes import NodeLost, Nodes, NodeStopped
 from trainer.pipeline.plan import Course, Plan, placed, steps_of
 from trainer.pipeline.training import Training
 from trainer.runtime import cache, compile, devices
 from trainer.runtime.signals import Interrupted, Signals
 
-PLAIN = (ConfigError, DataError, CheckpointError, NonFiniteError)
+PLAIN = (ConfigError, DataError, CheckpointError, NonFiniteError, NodeLost)
 """Errors that a person mends: one message, no traceback (unless DFLASH_DEBUG=1)."""
 
 
@@ -52,31 +55,52 @@ def add_arguments(parser: argparse.ArgumentParser) -> None:
 
 
 def run(args: argparse.Namespace) -> int:
-    """Train. Returns the exit code: 0 finished, 1 failed, 143 or 130 stopped by SIGTERM or SIGINT."""
+    """Train. Returns the exit code: 0 finished, 1 failed, 143 or 130 stopped by SIGTERM or SIGINT (under torchrun 0: any
+    other would make it start the nodes again). Raises ConfigError where the variables of several nodes make no sense.
+    """
+    nodes = Nodes.from_environment()
     run_dir: Path = args.run_dir.absolute()
-    try:
-        run_dir.mkdir(parents=True, exist_ok=True)
-        events = Events(run_dir / "events.jsonl", sys.stdout)
-    except OSError as error:
-        print(f"error: --run-dir {run_dir}: {error.strerror}", file=sys.stderr)
-        return 1
+    # other nodes may share the folder of the first; one that `dflashctl launch` made is this node's alone
+    own = nodes.leads or "DFLASH_RUN_ID" in os.environ
+    with contextlib.ExitStack() as stack:
+        try:
+            run_dir.mkdir(parents=True, exist_ok=True)
+            if not own:
+                log = stack.enter_context((run_dir / f"run.node{nodes.rank}.log").open("a", encoding="utf-8"))
+                print(f"Node {nodes.rank} of {nodes.size} tells what it does in {log.name}", flush=True)
+                stack.enter_context(contextlib.redirect_stdout(log))
+            name = "events.jsonl" if own else f"events.node{nodes.rank}.jsonl"
+            events = Events(run_dir / name, sys.stdout)
+        except OSError as error:
+            print(f"error: --run-dir {run_dir}: {error.strerror}", file=sys.stderr)
+            return 1
+        return _run(args, run_dir, nodes, events)
+
+
+def _run(args: argparse.Namespace, run_dir: Path, nodes: Nodes, events: Events) -> int:
     crew = Crew(events, plain=() if os.environ.get("DFLASH_DEBUG") == "1" else PLAIN)
+    crew.on_stop(nodes.abort)
     with Signals().installed() as signals:
-        job = Run(args.config, run_dir, args.resume, crew, signals)
-        status, code = "failed", 1
+        job = Run(args.config, run_dir, args.resume, crew, signals, nodes)
+        status, why = "failed", ""
         try:
             job.go()
-            status, code = "finished", 0
+            status = "finished"
         except Stopped:  # a worker failed, and has said so
             pass
-        except Interrupted as error:
+        except (Interrupted, NodeStopped) as error:
+            status, why = "stopped", str(error)
             print(f"{error}: stopping", file=sys.stderr, flush=True)
         except Exception as error:
             crew.fail("main", "host", job.step, error)
         with signals.deferred(lambda: None):  # already on the way out
             crew.stop()
-            if signals.received and crew.failure is None:
-                status, code = "stopped", signals.exit_code
+            if crew.failure is not None:
+                status, why = "failed", crew.reason
+            elif job.stopped or signals.received:
+                status = "stopped"
+            nodes.tell("lost" if isinstance(crew.failure, NodeLost) else status, why)
+            code = _exit_code(status, signals, nodes)
             hung = crew.join()
             try:
                 events.end(status=status, step=crew.failed_step or job.step)
@@ -85,20 +109,33 @@ def run(args: argparse.Namespace) -> int:
             if hung:
                 crew.leave_hung(hung, code)
             events.close()
+            nodes.leave(code)
     return code
+
+
+def _exit_code(status: str, signals: Signals, nodes: Nodes) -> int:
+    if status != "stopped":
+        return 0 if status == "finished" else 1
+    if nodes.elastic:
+        return 0
+    return signals.exit_code if signals.received else 128 + signal.SIGTERM  # which came to another node
 
 
 class Run:
     """One run in the order that people and dflashctl see: dataset, buckets, targets, drafters, steps, evaluation."""
 
-    def __init__(self, config: Path, run_dir: Path, resume: str, crew: Crew, signals: Signals) -> None:
+    def __init__(
+        self, config: Path, run_dir: Path, resume: str, crew: Crew, signals: Signals, nodes: Nodes
+    ) -> None:
         self._config_path = config
         self._run_dir = run_dir
         self._resume = resume
         self._crew = crew
         self._signals = signals
+        self._nodes = nodes
         self._prompts: list[list[int]] = []
         self._done = 0
+        self.stopped = False  # the last step was not the run's, because a node was asked to stop
 
     @property
     def step(self) -> int:
@@ -114,13 +151,17 @@ class Run:
         colocated = config.devices.topology == "colocated"
         workers = len(drafter_devices) + (0 if colocated else len(target_devices))
         torch.set_num_threads(devices.intra_op_threads(workers, config.devices.cpu_threads))
+        nodes = self._nodes
+        nodes.join(config.nodes.timeout, cuda=any(device.type == "cuda" for device in drafter_devices))
+        by_node = tuple(nodes.gather(len(drafter_devices)))
         found = self._find_checkpoint()
-        self._done = found.step if found else 0
+        steps = nodes.gather(found.step if found else 0)
+        self._done = max(steps)
         self._crew.events.start(
             run_id=self._run_dir.name,
             torch=torch.__version__,
             python=platform.python_version(),
-            topology=_topology(config),
+            topology=_topology(config, nodes),
             seed=config.train.seed,
             resumed_step=self._done,
         )
@@ -129,16 +170,26 @@ class Run:
         dataset, batches = self._open_data(config)
         packing = "on" if batches.packed else "off"
         config = dataclasses.replace(config, data=dataclasses.replace(config.data, packing=packing))
-        if config.evaluate.prompts:  # read now: a wrong path is not to come to light after training
+        # read now: a wrong path is not to come to light after training
+        if config.evaluate.prompts and nodes.leads:
             tokenizer = load_tokenizer(self._path(config.target.model))
             prompts = self._path(config.evaluate.prompts)
             arguments = dataset.meta.get("template_arguments")  # the mode that the drafter is trained in
             self._prompts = read_prompts(prompts, tokenizer, config.evaluate.count, arguments)
-        settings = checkpoint.settings(config, fingerprint(dataset))
-        start = Start()
-        if found is not None:
+        settings = checkpoint.settings(config, fingerprint(dataset), sum(by_node))
+        train = config.train
+        nodes.require_same(
+            {
+                **settings,
+                "train.log_every": train.log_every,
+                "train.checkpoint_every": train.checkpoint_every,
+                "version of torch": torch.__version__,
+            }
+        )
+        source = steps.index(self._done)  # the newest, wherever it is: ranks may change between restarts
+        if found is not None and nodes.rank == source:
             checkpoint.refuse_differences(found, settings)
-            start = restored(found)
+        start, nonfinite = self._start(found, source)
         plan = Plan(
             config=config,
             dataset=dataset,
@@ -147,12 +198,26 @@ class Run:
             target_devices=target_devices,
             drafter_devices=drafter_devices,
             colocated=colocated,
+            node=nodes.rank,
+            drafters_by_node=by_node,
             first=self._done,
-            steps=steps_of(config, batches.batches_per_epoch, len(drafter_devices)),
+            steps=steps_of(config, batches.batches_per_epoch, sum(by_node)),
         )
         size = memory.TargetSize.of(load_config(self._path(config.target.model)))
         predictions = memory.look_ahead(plan, size, self._crew.events)
-        self._train(plan, predictions, start, settings, found.record["counters"]["nonfinite"] if found else 0)
+        self._train(plan, predictions, start, settings, nonfinite)
+
+    def _start(self, found: Checkpoint | None, source: int) -> tuple[Start, int]:
+        """Where all replicas begin, and the non-finite steps before: by the checkpoint that node `source` has found."""
+        if not self._done:
+            return Start(), 0
+        state, counters = {}, {}
+        if found is not None and self._nodes.rank == source:
+            first, second = found.moments()
+            state = {"masters": found.masters(), "exp_avg": first, "exp_avg_sq": second}
+            counters = found.record["counters"]
+        counters = self._nodes.gather(counters)[source]
+        return Start(self._nodes.copy(source, state), counters["updates"]), counters["nonfinite"]
 
     def _train(
         self,
@@ -165,7 +230,8 @@ class Run:
         from transformers.utils import logging
 
         logging.disable_progress_bar()  # bars of T loading targets, in a log
-        course = Course(plan.steps)
+        nodes = self._nodes
+        course = Course(plan.steps, nodes.any)
         path = self._path(plan.config.target.model)
         training = Training(
             self._crew,
@@ -173,22 +239,25 @@ class Run:
             course,
             start,
             lambda device: Target.load(path, device, plan.config.target.dtype, plan.shape.target_layer_ids),
+            nodes,
         )
         reporter = Reporter(
-            self._crew.events, plan, course, self._run_dir, training.waits, settings, nonfinite
+            self._crew.events, plan, course, self._run_dir, training.waits, settings, nonfinite, nodes
         )
         training.load_targets()
         training.start_drafters(reporter)
         memory.compare(predictions, self._crew.events, "warm-up")
         if self._prompts and plan.config.evaluate.at_start and not plan.first:
             self._evaluate(training, "untrained")
+        nodes.require_same({"weights at the start (checksum)": training.drafters[0].optimizer.checksum()})
         with self._signals.deferred(course.request_stop):
             reporter.begin()
             training.train()
         memory.compare(predictions, self._crew.events, "steps")
-        self._done = course.last
-        if self._prompts and not self._signals.received:
+        self._done, self.stopped = course.last, course.stopped
+        if self._prompts and not (course.stopped or self._signals.received):
             self._evaluate(training, "trained")
+        nodes.close()
 
     def _evaluate(self, training: Training, what: str) -> None:
         """The real draft-and-verify loop, with the first target and the first drafter, while all workers rest."""
@@ -215,11 +284,15 @@ class Run:
         )
 
     def _find_checkpoint(self) -> Checkpoint | None:
-        if not self._resume:
-            return None
-        return checkpoint.find(
-            self._resume, self._run_dir.parent, lambda line: print(line, file=sys.stderr, flush=True)
-        )
+        """This run's own newest where torchrun may have started it before, else what --resume names."""
+
+        def tell(line: str) -> None:
+            print(line, file=sys.stderr, flush=True)
+
+        own = checkpoint.latest(self._run_dir, tell) if self._nodes.elastic else None
+        if own is not None or not self._resume:
+            return own
+        return checkpoint.find(self._resume, self._run_dir.parent, tell)
 
     def _open_data(self, config: Config) -> tuple[Dataset, BatchPlan]:
         events = self._crew.events
@@ -274,13 +347,6 @@ class Run:
         return resolve(name, self._config_path.absolute().parent)
 
 
-def restored(found: Checkpoint) -> Start:
-    """Where the replicas of a resumed run begin."""
-    first, second = found.moments()
-    state = {"masters": found.masters(), "exp_avg": first, "exp_avg_sq": second}
-    return Start(state, found.record["counters"]["updates"])
-
-
 def fingerprint(dataset: Dataset) -> str:
     """Tells datasets apart by size, every row's length, and the first and last rows; quick for millions of rows."""
     digest = hashlib.sha256(dataset.lengths.tobytes())
@@ -291,12 +357,16 @@ def fingerprint(dataset: Dataset) -> str:
     return digest.hexdigest()[:16]
 
 
-def _topology(config: Config) -> str:
+def _topology(config: Config, nodes: Nodes) -> str:
+    place = "" if nodes.alone else f", {nodes.name(nodes.rank)} of {nodes.size}"
     if config.devices.topology == "colocated":
         names = config.devices.drafters
-        return f"{len(names)} colocated on {' '.join(dict.fromkeys(names))}"
+        return f"{len(names)} colocated on {' '.join(dict.fromkeys(names))}{place}"
     sides = (("target", config.devices.targets), ("drafter", config.devices.drafters))
-    return ", ".join(
-        f"{len(names)} {what}{'s' if len(names) != 1 else ''} on {' '.join(dict.fromkeys(names))}"
-        for what, names in sides
+    return (
+        ", ".join(
+            f"{len(names)} {what}{'s' if len(names) != 1 else ''} on {' '.join(dict.fromkeys(names))}"
+            for what, names in sides
+        )
+        + place
     )

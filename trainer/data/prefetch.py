@@ -5,26 +5,35 @@ from __future__ import annotations
 import queue
 import threading
 from collections.abc import Iterable, Iterator
-from typing import NamedTuple
+from typing import NamedTuple, Protocol
 
 import torch
 
 from trainer.data.anchors import Anchors, draw_anchors
-from trainer.data.batches import Batch, BatchPlan, collate
+from trainer.data.batches import Batch, BatchRows, collate
 from trainer.data.dataset import Dataset
+
+
+class Batches(Protocol):
+    """Which rows make up a batch: all of a run's, or one node's share of them."""
+
+    @property
+    def seed(self) -> int: ...
+
+    def batch(self, k: int) -> BatchRows: ...
 
 
 class Prepared(NamedTuple):
     """All that one training batch needs from the data."""
 
-    k: int  # global batch index
+    k: int  # batch index, in the numbering of `Batches`
     epoch: int
     batch: Batch
     anchors: Anchors
 
 
 class Prefetcher:
-    """Iterates over `indices` (global batches) in order, with up to `depth` batches read ahead by one thread.
+    """Iterates over the batches `indices` in order, with up to `depth` batches read ahead by one thread.
 
     An exception in the thread is raised where its batch would have come. Leaving the `with` block stops the
     thread, also when it waits for room.
@@ -32,7 +41,7 @@ class Prefetcher:
     Args:
         dataset: where rows are read.
         plan: which rows make up batch k.
-        indices: global batch indices, such as range(start + worker, end, workers).
+        indices: batch indices, such as range(start + worker, end, workers).
         count: anchors a row.
         block_size: K.
         depth: batches ready at most.
@@ -42,7 +51,7 @@ class Prefetcher:
     def __init__(
         self,
         dataset: Dataset,
-        plan: BatchPlan,
+        plan: Batches,
         indices: Iterable[int],
         *,
         count: int,

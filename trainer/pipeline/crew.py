@@ -31,6 +31,7 @@ class Crew:
         self.events = events
         self.failure: BaseException | None = None
         self.failed_step = 0
+        self.reason = ""  # who failed and why, in one line
         self._plain = plain
         self._workers: list[Worker] = []
         self._closers: list[Callable[[], None]] = []
@@ -69,6 +70,8 @@ class Crew:
             first = self.failure is None and not self._stopping
             if first:
                 self.failure, self.failed_step = error, step
+                line = _line(error, isinstance(error, self._plain))
+                self.reason = f"{name} on {device} at step {step}: {line}"
         try:
             if first:
                 self._report(name, device, step, error)

@@ -10,6 +10,8 @@ import torch
 from torch import Tensor
 
 from trainer.pipeline.channel import Stopped
+from trainer.pipeline.nodes import Nodes
+from trainer.pipeline.sums import CHUNK, sum_in_pairs
 from trainer.runtime.devices import Device, Mark
 
 
@@ -25,63 +27,85 @@ class Share(NamedTuple):
 class Average(NamedTuple):
     """What a worker takes home from a step."""
 
-    total: Tensor  # [N]: the sum of all workers' gradients; a lone worker's own
+    total: Tensor  # [N]: the sum of all workers' gradients, of all nodes; a lone worker's own
     scale: Tensor  # float32 []: times that, the sum is the average; 0 where nobody had a label
     metrics: Tensor  # float32 [M], averaged
 
 
 class Exchange:
-    """Averages over D drafter workers, always summed in the order 0..D-1, in float32: every worker gets the same bits.
+    """Averages over the D drafter workers of each node, always summed in one order: every worker gets the same bits.
 
-    The average is weighted, so that D workers' losses make the loss of their batches taken together.
+    The average is weighted, so that all workers' losses make the loss of their batches taken together. The sum is float32,
+    in pairs in the order 0..D-1, then over nodes (`sum_in_pairs`).
 
     Args:
         size: D.
         decide: called once a step with the step's number, by one worker while the others wait; what it decides is
             decided for all.
+        nodes: the machines of this run. With several, worker 0 adds up this node's share, then all nodes', and the others
+            take its result; alone, each adds up for itself.
     """
 
-    def __init__(self, size: int, decide: Callable[[int], None]) -> None:
+    def __init__(self, size: int, decide: Callable[[int], None], nodes: Nodes | None = None) -> None:
         self._size = size
-        self._decide = decide
+        self._nodes = nodes or Nodes()
         self._shares: list[Share | None] = [None] * size
         self._taken: list[Mark | None] = [None] * size
+        self._joint: tuple[Average, Mark] | None = None
         self._step = 0
-        self._brought = threading.Barrier(size)
-        self._read = threading.Barrier(size, action=lambda: self._decide(self._step))
+        self._brought = threading.Barrier(size, action=lambda: decide(self._step))
+        self._added = threading.Barrier(size)
+        self._read = threading.Barrier(size)
 
     @torch.no_grad()
     def average(self, index: int, device: Device, step: int, share: Share, out: Tensor) -> Average:
         """Bring a share, take the average; the sum is written to `out` float32 [N], unless the worker is alone.
 
         The scale is left to the update, which reads every number anyway. When it returns, the share's tensors may be
-        overwritten by later work of this worker. Raises Stopped.
+        overwritten by later work of this worker. Raises Stopped, NodeLost.
         """
         self._shares[index] = share
         self._step = step
         self._meet(self._brought)
-        metrics, weight = torch.zeros_like(share.metrics), torch.zeros_like(share.weight)
-        for other, theirs in enumerate(self._shares):
-            assert theirs is not None
-            if self._size > 1:
-                gradients = device.fetch(theirs.gradients, theirs.mark)
-                out.copy_(gradients) if other == 0 else out.add_(gradients)
-            theirs_weight = device.fetch(theirs.weight, theirs.mark)
-            metrics += device.fetch(theirs.metrics, theirs.mark) * theirs_weight
-            weight += theirs_weight
-        scale = torch.where(weight > 0, 1 / weight, 0)  # no label in any batch: nothing is learned
-        metrics *= scale
+        if self._nodes.alone:
+            average = self._add_up(device, out)
+        else:
+            if index == 0:
+                self._joint = (self._add_up(device, out), device.mark())
+            self._meet(self._added)
+            assert self._joint is not None
+            average, done = self._joint
+            if index > 0:
+                total, scale, metrics = (device.fetch(tensor, done) for tensor in average)
+                average = Average(out.copy_(total), scale, metrics)
         self._taken[index] = device.mark()
         self._meet(self._read)
         for mark in self._taken:
             assert mark is not None
             device.after(mark)
-        return Average(out if self._size > 1 else share.gradients, scale, metrics)
+        return average
+
+    def _add_up(self, device: Device, out: Tensor) -> Average:
+        """Of this node's shares, and then of all nodes'."""
+        shares = [share for share in self._shares if share is not None]
+        lone = self._size == 1 and self._nodes.alone
+        for begin in range(0, 0 if lone else len(out), CHUNK):
+            part = slice(begin, begin + CHUNK)
+            sum_in_pairs(out[part], (device.fetch(s.gradients[part], s.mark) for s in shares))
+        here = [(device.fetch(s.metrics, s.mark), device.fetch(s.weight, s.mark)) for s in shares]
+        counted = [torch.cat((metrics * weight, weight[None])) for metrics, weight in here]
+        totals = torch.empty_like(counted[0])
+        sum_in_pairs(totals, counted)
+        if not self._nodes.alone:
+            self._nodes.add_up(out, totals)
+        metrics, weight = totals[:-1], totals[-1]
+        scale = torch.where(weight > 0, 1 / weight, 0)  # no label in any batch: nothing is learned
+        return Average(shares[0].gradients if lone else out, scale, metrics * scale)
 
     def abort(self) -> None:
         """Wake everyone who waits here, now and later, with Stopped."""
-        self._brought.abort()
-        self._read.abort()
+        for barrier in (self._brought, self._added, self._read):
+            barrier.abort()
 
     @staticmethod
     def _meet(barrier: threading.Barrier) -> None:

@@ -12,6 +12,7 @@ from trainer import checkpoint
 from trainer.events import Events
 from trainer.pipeline.channel import Waits
 from trainer.pipeline.drafters import Learner
+from trainer.pipeline.nodes import Nodes
 from trainer.pipeline.plan import Course, Plan
 
 
@@ -26,6 +27,7 @@ class Reporter:
         waits: how long workers have waited so far.
         settings: `checkpoint.settings` of the run.
         nonfinite: non-finite steps before this run was resumed.
+        nodes: on each of them a Reporter goes the same way; the first one saves.
     """
 
     def __init__(
@@ -37,6 +39,7 @@ class Reporter:
         waits: Callable[[], Waits],
         settings: dict[str, Any],
         nonfinite: int = 0,
+        nodes: Nodes | None = None,
     ) -> None:
         self._events = events
         self._plan = plan
@@ -45,6 +48,7 @@ class Reporter:
         self._waits = waits
         self._settings = settings
         self._nonfinite = nonfinite
+        self._nodes = nodes or Nodes()
         self._since: tuple[float, int, Waits] = (time.monotonic(), plan.first, Waits(0.0, 0.0, 0.0))
 
     def begin(self) -> None:
@@ -52,7 +56,7 @@ class Reporter:
         self._since = (time.monotonic(), self._plan.first, self._waits())
 
     def after_step(self, step: int, worker: Learner) -> None:
-        """Raises NonFiniteError, CheckpointError."""
+        """Raises NonFiniteError, CheckpointError, NodeLost, and ConfigError where the nodes' weights differ."""
         train = self._plan.config.train
         last = step == self._course.last
         save = last or (train.checkpoint_every > 0 and step % train.checkpoint_every == 0)
@@ -61,7 +65,10 @@ class Reporter:
         count = self._check_finite(step, worker)
         self._tell(step, worker)
         if save:
-            self._save(step, worker, count)
+            self._nodes.require_same({f"weights after step {step} (checksum)": worker.optimizer.checksum()})
+            if self._nodes.leads:
+                self._save(step, worker, count)
+            self._nodes.gather(None)  # no node goes on, or ends well, before the checkpoint is there
 
     def _check_finite(self, step: int, worker: Learner) -> int:
         """Non-finite steps so far. Raises NonFiniteError where there is one and the run is to stop on it."""
@@ -99,7 +106,7 @@ class Reporter:
             eal=length,
             lr=worker.rate(step),
             grad_norm=worker.optimizer.norm.item(),
-            samples_per_s=steps * plan.drafters * plan.batches.samples_a_batch / seconds,
+            samples_per_s=steps * plan.all_drafters * plan.batches.samples_a_batch / seconds,
             step_s=seconds / steps,
             data_wait=shares[0],
             target_wait=shares[1],
@@ -116,12 +123,12 @@ class Reporter:
             plan.shape.to_zlab(),
             {
                 "run_id": self._run_dir.name,
-                "position": {"batches": step * plan.drafters, "epoch": plan.epoch(step)},
+                "position": {"batches": step * plan.all_drafters, "epoch": plan.epoch(step)},
                 "rng": {"seed": plan.config.train.seed, "state": "a function of (seed, epoch, row)"},
                 "counters": {
                     "updates": int(worker.optimizer.updates.item()),
                     "nonfinite": nonfinite,
-                    "samples": round(step * plan.drafters * plan.batches.samples_a_batch),
+                    "samples": round(step * plan.all_drafters * plan.batches.samples_a_batch),
                 },
                 "settings": self._settings,
                 "config": dataclasses.asdict(plan.config),

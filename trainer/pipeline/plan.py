@@ -3,24 +3,48 @@
 from __future__ import annotations
 
 import dataclasses
+from collections.abc import Callable
 from dataclasses import dataclass
+from typing import NamedTuple
 
 import torch
 
 from trainer.config import Config, DevicesConfig
 from trainer.data.anchors import blocks_a_row
-from trainer.data.batches import BatchPlan
+from trainer.data.batches import BatchPlan, BatchRows
 from trainer.data.dataset import Dataset
 from trainer.modeling.layout import DrafterConfig
 from trainer.modeling.target import resolve_dtype
+
+
+class OwnBatches(NamedTuple):
+    """The batches of one node, counted on it from 0.
+
+    A step takes one batch for each drafter of all nodes, those of node 0 first. So the batches of a run and their order
+    are the same however its drafters are spread over nodes.
+    """
+
+    batches: BatchPlan
+    drafters: int  # of this node
+    before: int  # drafters of the nodes before it
+    everywhere: int  # drafters of all nodes
+
+    @property
+    def seed(self) -> int:
+        return self.batches.seed
+
+    def batch(self, k: int) -> BatchRows:
+        """Rows of this node's batch `k`."""
+        step, drafter = divmod(k, self.drafters)
+        return self.batches.batch(step * self.everywhere + self.before + drafter)
 
 
 @dataclass(frozen=True)
 class Plan:
     """A run, decided.
 
-    Step n (1-based) consumes the global batches (n - 1) * D .. n * D - 1; batch k is computed by target k mod T and
-    consumed by drafter k mod D.
+    Step n (1-based) consumes the batches (n - 1) * D .. n * D - 1; batch k is computed by target k mod T and consumed by
+    drafter k mod D. With several nodes each counts its own batches so; `own_batches` says which these are.
     """
 
     config: Config
@@ -32,6 +56,8 @@ class Plan:
     first: int  # steps already done when the run begins
     steps: int  # optimizer steps of the whole run
     colocated: bool = False  # worker i is target i and drafter i
+    node: int = 0
+    drafters_by_node: tuple[int, ...] = ()  # empty: there is one node
 
     @property
     def targets(self) -> int:
@@ -41,12 +67,22 @@ class Plan:
     def drafters(self) -> int:
         return len(self.drafter_devices)
 
+    @property
+    def all_drafters(self) -> int:
+        """Those of all nodes: how many batches a step takes."""
+        return sum(self.drafters_by_node) or self.drafters
+
+    @property
+    def own_batches(self) -> OwnBatches:
+        before = sum(self.drafters_by_node[: self.node])
+        return OwnBatches(self.batches, self.drafters, before, self.all_drafters)
+
     def epoch(self, step: int) -> float:
         """Passes over the data when `step` steps are done."""
-        return step * self.drafters / self.batches.batches_per_epoch
+        return step * self.all_drafters / self.batches.batches_per_epoch
 
     def batches_of(self, target: int) -> range:
-        """Global batch indices that a target worker computes."""
+        """Which of this node's batches a target worker computes."""
         begin = self.first * self.drafters
         return range(begin + (target - begin) % self.targets, self.steps * self.drafters, self.targets)
 
@@ -80,10 +116,20 @@ def steps_of(config: Config, batches_per_epoch: int, drafters: int) -> int:
 
 
 class Course:
-    """Where the run ends: at its last step, or earlier when it is asked to stop. Decided for all drafters at once."""
+    """Where the run ends: at its last step, or earlier when it is asked to stop. Decided for all drafters at once.
 
-    def __init__(self, steps: int) -> None:
+    Args:
+        steps: of the whole run.
+        agree: whether any node was asked to stop, told whether this one was.
+
+    Attributes:
+        stopped: a stop was asked for in time, and `last` is where.
+    """
+
+    def __init__(self, steps: int, agree: Callable[[bool], bool] = bool) -> None:
         self.last = steps
+        self.stopped = False
+        self._agree = agree
         self._stop_requested = False
 
     def request_stop(self) -> None:
@@ -92,5 +138,6 @@ class Course:
 
     def decide(self, step: int) -> None:
         """Called once a step, while every drafter waits."""
-        if self._stop_requested:
+        if not self.stopped and self._agree(self._stop_requested):
+            self.stopped = True
             self.last = min(self.last, step)

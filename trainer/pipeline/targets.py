@@ -130,7 +130,7 @@ class Producer:
         plan = self._plan
         with Prefetcher(
             plan.dataset,
-            plan.batches,
+            plan.own_batches,
             plan.batches_of(self.index),
             count=plan.config.train.anchors,
             block_size=plan.shape.block_size,

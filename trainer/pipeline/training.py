@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import functools
 from collections.abc import Callable
-from dataclasses import dataclass
+from dataclasses import dataclass, field
 
 import torch
 
@@ -15,6 +15,7 @@ from trainer.pipeline.colocated import ColocatedWorker
 from trainer.pipeline.crew import Crew
 from trainer.pipeline.drafters import DrafterWorker, Lead, Learner, Start
 from trainer.pipeline.exchange import Exchange
+from trainer.pipeline.nodes import Nodes
 from trainer.pipeline.plan import Course, Plan
 from trainer.pipeline.targets import Delivery, TargetWorker
 from trainer.runtime import compile
@@ -29,6 +30,7 @@ class Training:
     course: Course
     start: Start
     load: Callable[[torch.device], Target]
+    nodes: Nodes = field(default_factory=Nodes)
 
     def __post_init__(self) -> None:
         self.channel: Channel[Delivery] = Channel(
@@ -36,7 +38,7 @@ class Training:
             self.plan.config.devices.channel_depth,
             self.plan.first * self.plan.drafters,
         )
-        self.exchange = Exchange(self.plan.drafters, self.course.decide)
+        self.exchange = Exchange(self.plan.drafters, self.course.decide, self.nodes)
         self.targets: list[TargetWorker | ColocatedWorker] = []
         self.drafters: list[Learner] = []
         self.crew.on_stop(self.channel.close)

@@ -72,7 +72,7 @@ def arguments(config: Path, run_dir: Path, resume: str = "") -> argparse.Namespa
     return argparse.Namespace(config=config, run_dir=run_dir, resume=resume)
 
 
-def events(run_dir: Path, name: str = "") -> list[dict[str, Any]]:
+def events(run_dir: Path, name: str = "", file: str = "events.jsonl") -> list[dict[str, Any]]:
     """events.jsonl, or those of one name."""
-    lines = (run_dir / "events.jsonl").read_text().splitlines()
+    lines = (run_dir / file).read_text().splitlines()
     return [e for e in map(json.loads, lines) if not name or e["event"] == name]

@@ -8,6 +8,7 @@ import time
 import pytest
 import torch
 
+from tests.trainer.pipeline.test_sums import in_pairs
 from trainer.pipeline.channel import Stopped
 from trainer.pipeline.exchange import Exchange, Share
 from trainer.pipeline.plan import Course
@@ -28,7 +29,7 @@ def _run(size: int, steps: int, work: object) -> None:
 @pytest.mark.parametrize("size", [1, 2, 3, 5])
 @pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16])
 def test_the_sum_is_taken_in_drafter_order(size: int, dtype: torch.dtype) -> None:
-    """((g0 + g1) + g2) / (w0 + w1 + w2) in float32, whoever comes first; overwriting one's share harms nobody."""
+    """((g0 + g1) + (g2 + g3)) / (w0 + ... + w3) in float32, whoever comes first; overwriting one's share harms nobody."""
     steps, length = 20, 257
     data = torch.randn(steps, size, length, generator=torch.Generator().manual_seed(size)).to(dtype)
     exchange = Exchange(size, lambda step: None)
@@ -50,9 +51,7 @@ def test_the_sum_is_taken_in_drafter_order(size: int, dtype: torch.dtype) -> Non
 
     _run(size, steps, work)
     for step in range(steps):
-        want = data[step, 0].float()
-        for other in range(1, size):
-            want = want + data[step, other].float()
+        want = in_pairs([gradient.float() for gradient in data[step]])
         weights = range(1, size + 1)
         want = want * (1 / torch.tensor(float(sum(weights))))
         mean = sum(w * (w - 1) for w in weights) / sum(weights)

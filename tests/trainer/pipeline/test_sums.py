@@ -1,0 +1,62 @@
+"""The order of a sum: in pairs, so that nodes may be joined or split without another bit."""
+
+from __future__ import annotations
+
+import pytest
+import torch
+from hypothesis import given, settings
+from hypothesis import strategies as st
+
+from trainer.pipeline.sums import sum_in_pairs
+
+
+def in_pairs(parts: list[torch.Tensor]) -> torch.Tensor:
+    """The naive twin: neighbours, then neighbouring sums; one without a neighbour goes on as it is."""
+    while len(parts) > 1:
+        pairs = [parts[i] + parts[i + 1] for i in range(0, len(parts) - 1, 2)]
+        parts = pairs + (parts[-1:] if len(parts) % 2 else [])
+    return parts[0].clone()
+
+
+def _parts(count: int, seed: int, dtype: torch.dtype = torch.float32) -> list[torch.Tensor]:
+    generator = torch.Generator().manual_seed(seed)
+    scale = torch.logspace(-6, 6, 33)
+    return [
+        (torch.randn(33, generator=generator, dtype=torch.float64) * scale.roll(i)).to(dtype)
+        for i in range(count)
+    ]
+
+
+def _sum(parts: list[torch.Tensor], dtype: torch.dtype = torch.float32) -> torch.Tensor:
+    out = torch.full((33,), torch.nan, dtype=dtype)
+    sum_in_pairs(out, parts)
+    return out
+
+
+@given(st.integers(1, 40), st.integers(0, 99), st.sampled_from([torch.float32, torch.bfloat16]))
+@settings(max_examples=80, deadline=None)
+def test_neighbours_first(count: int, seed: int, dtype: torch.dtype) -> None:
+    """Whatever their number; parts of a narrower dtype are widened before they are added; none is changed."""
+    parts = _parts(count, seed, dtype)
+    before = [part.clone() for part in parts]
+    assert torch.equal(_sum(parts), in_pairs([part.float() for part in parts]))
+    assert all(map(torch.equal, parts, before))
+
+
+@given(st.integers(1, 9), st.sampled_from([1, 2, 4, 8]), st.integers(0, 99))
+@settings(max_examples=80, deadline=None)
+def test_nodes_of_a_power_of_two_change_no_bit(nodes: int, drafters: int, seed: int) -> None:
+    parts = _parts(nodes * drafters, seed)
+    each = [_sum(parts[n * drafters : (n + 1) * drafters]) for n in range(nodes)]
+    assert torch.equal(_sum(each), _sum(parts))
+
+
+@pytest.mark.parametrize(("dtype", "rounding"), [(torch.float32, 2**-24), (torch.float64, 2**-53)])
+def test_other_nodes_stay_within_rounding(dtype: torch.dtype, rounding: float) -> None:
+    """Of 3 + 3 and 5 + 1 drafters: not the same bits, but within the rounding of 5 additions."""
+    parts = _parts(6, 1, dtype)
+    whole, bound = _sum(parts, dtype), 5 * 2 * rounding * torch.stack(parts).abs().sum(0)
+    for cut in (3, 5):
+        split = _sum([_sum(parts[:cut], dtype), _sum(parts[cut:], dtype)], dtype)
+        assert not torch.equal(split, whole)
+        assert ((split - whole).abs() <= bound).all()

@@ -1,0 +1,317 @@
+"""Whole runs on several nodes, each a process on loopback: the same curve as on one, one stop, one failure, one restart."""
+
+from __future__ import annotations
+
+import contextlib
+import os
+import signal
+import time
+from collections.abc import Callable, Iterator
+from pathlib import Path
+from typing import Any
+
+import pytest
+import torch
+
+from tests.trainer.pipeline.processes import Process, world
+from tests.trainer.pipeline.runs import events, make_dataset, make_target, write_config
+from trainer import checkpoint
+from trainer.__main__ import main
+from trainer.pipeline.lead import Reporter
+
+ROOT = Path(__file__).parents[2]
+
+
+@pytest.fixture(scope="module")
+def parts(tmp_path_factory: pytest.TempPathFactory) -> tuple[Path, Path]:
+    folder = tmp_path_factory.mktemp("parts")
+    return make_target(folder / "target"), make_dataset(folder / "data")
+
+
+def _train(config: Path, run: Path, resume: str, before: Callable[[], None] | None) -> int:
+    if before is not None:
+        before()
+    return main(
+        ["train", "--config", str(config), "--run-dir", str(run), *(["--resume", resume] if resume else [])]
+    )
+
+
+Start = Callable[..., list[Process]]
+
+
+@pytest.fixture
+def start(tmp_path: Path, parts: tuple[Path, Path]) -> Iterator[Start]:
+    """start(name, *drafters of each node, ...) -> its processes, each with the run folder runs/NAME-RANK."""
+    made: list[Process] = []
+
+    def go(
+        name: str, *drafters: int, targets: int = 1, resume: str = "", variables: dict[str, Any] | None = None,
+        before: tuple[Any, ...] = (None, None), only: tuple[dict[str, Any], ...] = ({}, {}), **sections: dict[str, Any],
+    ) -> list[Process]:  # fmt: skip
+        found = []
+        for rank, environment in enumerate(world(len(drafters))):
+            devices = {"targets": ["cpu"] * targets, "drafters": ["cpu"] * drafters[rank], "cpu_threads": 1}
+            devices |= sections.pop("devices", {})
+            own = {k: {**sections.get(k, {}), **only[rank].get(k, {})} for k in {*sections, *only[rank]}}
+            config = write_config(tmp_path / f"{name}-{rank}.toml", *parts, devices=devices, **own)
+            folder = tmp_path / "out" / f"{name}-{rank}"
+            run = tmp_path / "runs" / f"{name}-{rank}"
+            environment |= variables or {}
+            found.append(Process(folder, _train, config, run, resume, before[rank], **environment))
+        made.extend(found)
+        return found
+
+    yield go
+    for process in made:
+        process.kill()
+
+
+def _ends(processes: list[Process], *codes: int) -> None:
+    got = [process.end() for process in processes]
+    assert got == list(codes), "\n".join(process.out + process.err for process in processes)
+
+
+def _losses(run: Path, file: str = "events.jsonl") -> list[float]:
+    return [e["loss"] for e in events(run, "step", file)]
+
+
+def _same_weights(one: Path, other: Path, step: int) -> bool:
+    masters = [checkpoint.read(run / f"checkpoints/step-{step:08d}").masters() for run in (one, other)]
+    return all(torch.equal(tensor, masters[1][name]) for name, tensor in masters[0].items())
+
+
+def test_nodes_train_as_one_with_all_drafters_does(tmp_path: Path, start: Start) -> None:
+    """2 x 2 drafters and 1 x 4: the same losses and weights to the last bit; and either goes on from the other."""
+    train = {"checkpoint_every": 3}
+    _ends([*start("two", 2, 2, train=train), *start("one", 4, targets=2, train=train)], 0, 0, 0)
+    two, other, one = (tmp_path / "runs" / name for name in ("two-0", "two-1", "one-0"))
+    assert len(_losses(one)) == 6
+    assert _losses(two) == _losses(other, "events.node1.jsonl") == _losses(one)
+    assert _same_weights(two, one, 6)
+    assert not (other / "checkpoints").exists()
+    records = [checkpoint.read(run / "checkpoints/step-00000006").record for run in (two, one)]
+    for name in ("settings", "counters", "position"):
+        assert records[0][name] == records[1][name]
+    assert events(two, "step")[-1]["epoch"] == events(one, "step")[-1]["epoch"]
+    assert ", node 0 (" in events(two, "start")[0]["topology"]
+    said = (tmp_path / "out/two-1/stdout").read_text()
+    assert said == f"Node 1 of 2 tells what it does in {other / 'run.node1.log'}\n"
+    assert "Run finished at step 6" in (other / "run.node1.log").read_text()
+
+    for run in (two, one):  # as if it had ended after step 3
+        (run / "checkpoints/step-00000006").rename(run / "gone")
+    again = start("again", 1, 3, train=train, resume=str(one)), start("back", 4, train=train, resume=str(two))
+    _ends([*again[0], *again[1]], 0, 0, 0)
+    assert _losses(tmp_path / "runs/back-0") == _losses(one)[3:]
+    assert _losses(tmp_path / "runs/again-0") == pytest.approx(_losses(one)[3:], rel=1e-5), (
+        "1 + 3 is no power of two"
+    )
+
+
+def test_a_stop_on_one_node_stops_all_with_a_checkpoint(tmp_path: Path, start: Start) -> None:
+    sections: dict[str, Any] = {"train": {"steps": 100000, "log_every": 1000}, "nodes": {"timeout": 60.0}}
+    processes = start("run", 1, 1, **sections)
+    _wait_for(processes[0], "step 1/")
+    os.kill(processes[1].pid, signal.SIGTERM)
+    _ends(processes, 143, 143)
+    run, other = tmp_path / "runs/run-0", tmp_path / "runs/run-1"
+    (saved,) = events(run, "checkpoint")
+    for ended in (events(run)[-1], events(other, file="events.node1.jsonl")[-1]):
+        assert (ended["status"], ended["step"]) == ("stopped", saved["step"])
+    assert checkpoint.latest(run, print) is not None
+
+
+def _fail_when_loading() -> None:
+    from trainer.modeling.target import Target
+
+    def fail(*_: object) -> None:
+        raise RuntimeError("out of luck")
+
+    Target.load = fail  # type: ignore[assignment, method-assign]
+
+
+def test_a_failure_before_the_first_step_ends_all_with_its_reason(tmp_path: Path, start: Start) -> None:
+    began = time.monotonic()
+    processes = start("run", 1, 1, before=(None, _fail_when_loading))
+    _ends(processes, 1, 1)
+    assert time.monotonic() - began < 30
+    (failed,) = events(tmp_path / "runs/run-0", "failed")
+    assert failed["worker"] == "main"
+    assert failed["error"].endswith(
+        ") failed, so all end: target-0 on cpu at step 0: RuntimeError: out of luck"
+    )
+    assert "Traceback" not in processes[0].err
+    assert processes[1].err.count("Traceback") == 1
+
+
+def _strike_at_3(number: int) -> None:
+    after = Reporter.after_step
+
+    def strike(self: Reporter, step: int, worker: Any) -> None:
+        after(self, step, worker)
+        if step == 3 and not os.environ.get("TORCHELASTIC_RESTART_COUNT", "0").strip("0"):
+            os.kill(os.getpid(), number)
+
+    Reporter.after_step = strike  # type: ignore[method-assign]
+
+
+def _kill_at_3() -> None:
+    _strike_at_3(signal.SIGKILL)
+
+
+def test_after_a_kill_all_go_on_from_the_newest_checkpoint_wherever_it_is(
+    tmp_path: Path, start: Start
+) -> None:
+    """As torchrun does it, which may give the nodes other ranks: the checkpoint is then on node 1."""
+    train = {"checkpoint_every": 2}
+    elastic = {"TORCHELASTIC_RUN_ID": "x"}
+    (whole,) = start("whole", 2, train=train)
+    processes = start("run", 1, 1, train=train, before=(None, _kill_at_3))
+    _ends([whole, *processes], 0, 1, -signal.SIGKILL)
+    (failed,) = events(tmp_path / "runs/run-0", "failed")
+    assert "another node is gone without a word" in failed["error"]
+    assert failed["worker"] == "drafter-0"
+    os.rename(tmp_path / "runs/run-0", tmp_path / "runs/next-1")
+    _ends(start("next", 1, 1, train=train, variables=elastic), 0, 0)
+    resumed = tmp_path / "runs/next-0"
+    assert events(resumed, "start")[0]["resumed_step"] == 2
+    assert _losses(resumed) == _losses(tmp_path / "runs/whole-0")[2:]
+    assert _same_weights(resumed, tmp_path / "runs/whole-0", 6)
+
+
+def test_nodes_with_other_settings_are_refused(tmp_path: Path, start: Start) -> None:
+    other = {"train": {"learning_rate": 2e-3, "checkpoint_every": 5}}
+    _ends(start("run", 1, 1, only=({}, other)), 1, 1)
+    for run, file in (
+        (tmp_path / "runs/run-0", "events.jsonl"),
+        (tmp_path / "runs/run-1", "events.node1.jsonl"),
+    ):
+        (failed,) = events(run, "failed", file)
+        assert "can't train together" in failed["error"]
+        assert "train.learning_rate: 0.003 on node 0, 0.002 on node 1" in failed["error"]
+        assert "train.checkpoint_every: 0 on node 0, 5 on node 1" in failed["error"]
+
+
+def _wait_for(process: Process, line: str, seconds: float = 60) -> None:
+    deadline = time.monotonic() + seconds
+    while line not in process.out:
+        assert time.monotonic() < deadline, process.out + process.err
+        time.sleep(0.02)
+
+
+# --- under torchrun: whose processes are forked, those that it starts are not ---------------------------------------------
+
+
+def _torchrun(argv: list[str]) -> None:
+    from torch.distributed.run import main
+
+    main(argv)
+
+
+Torchrun = Callable[..., Process]
+
+
+@pytest.fixture
+def torchrun(tmp_path: Path, parts: tuple[Path, Path]) -> Iterator[Torchrun]:
+    """torchrun(node, before=) starts the torchrun of one node of two, as a person would on that machine."""
+    made: list[Process] = []
+    port = world(1)[0]["MASTER_PORT"]
+
+    def go(node: int, before: str = "", **sections: dict[str, Any]) -> Process:
+        devices = {"targets": ["cpu"], "drafters": ["cpu"], "cpu_threads": 1}
+        config = write_config(tmp_path / "run.toml", *parts, devices=devices, **sections)
+        script = tmp_path / f"{node}.py"
+        script.write_text(
+            "import os, sys\nfrom tests.trainer import test_train_nodes as tests\nfrom trainer.__main__ import main\n"
+            f"{before}\nsys.exit(main(sys.argv[1:]))\n"
+        )
+        argv = [
+            "--nnodes", "2", "--nproc-per-node", "1", "--max-restarts", "2", "--rdzv-id", "run", "--local-addr", "127.0.0.1",
+            "--rdzv-backend", "c10d", "--rdzv-endpoint", f"127.0.0.1:{port}", "--rdzv-conf", f"is_host={node == 0}",
+            str(script), "train", "--config", str(config), "--run-dir", str(tmp_path / "runs/run"),
+        ]  # fmt: skip
+        variables = {"OMP_NUM_THREADS": "1", "PYTHONPATH": str(ROOT)}
+        made.append(Process(tmp_path / f"torchrun/{node}-{len(made)}", _torchrun, argv, **variables))
+        return made[-1]
+
+    yield go
+    for process in made:
+        _lose(process)
+        print(process.out + process.err)  # shown where a test fails
+
+
+def _lose(agent: Process) -> None:
+    """As if its machine had lost power: torchrun and what it has started."""
+    children = [
+        int(stat.parent.name)
+        for stat in Path("/proc").glob("[0-9]*/stat")
+        if (fields := _read(stat)) and int(fields[1]) == agent.pid
+    ]
+    agent.kill()
+    for pid in children:
+        with contextlib.suppress(ProcessLookupError):
+            os.kill(pid, signal.SIGKILL)
+
+
+def _read(stat: Path) -> list[str]:
+    """Fields of /proc/PID/stat after the command's name; none when the process has ended."""
+    try:
+        return stat.read_text().rsplit(")", 1)[1].split()
+    except OSError:
+        return []
+
+
+def test_torchrun_starts_all_again_from_the_last_checkpoint(
+    tmp_path: Path, start: Start, torchrun: Torchrun
+) -> None:
+    """Node 1 is killed at step 3; both go on from step 2, to the losses and weights of a run that nothing happened to."""
+    train = {"checkpoint_every": 2}
+    strike = f"if os.environ['RANK'] == '1': tests._strike_at_3({int(signal.SIGKILL)})"
+    agents = [torchrun(node, strike, train=train) for node in (0, 1)]
+    (whole,) = start("whole", 2, train=train)
+    _ends([*agents, whole], 0, 0, 0)
+    run = tmp_path / "runs/run"
+    assert [e["resumed_step"] for e in events(run, "start")] == [0, 2]
+    assert [e["status"] for e in events(run, "end")] == ["failed", "finished"]
+    assert _losses(run)[-4:] == _losses(tmp_path / "runs/whole-0")[2:]
+    assert _same_weights(run, tmp_path / "runs/whole-0", 6)
+
+
+@pytest.mark.slow
+def test_a_machine_that_is_lost_may_be_replaced(tmp_path: Path, start: Start, torchrun: Torchrun) -> None:
+    """Its torchrun dies with it. The other waits for a new one, and they go on, whichever becomes node 0."""
+    sections: dict[str, Any] = {"train": {"steps": 400, "checkpoint_every": 10, "log_every": 10}}
+    agents = [torchrun(node, **sections) for node in (0, 1)]
+    run = tmp_path / "runs/run"
+    _until(lambda: (run / "checkpoints/step-00000020").exists())
+    _lose(agents[1])
+    agents[1] = torchrun(1, **sections)
+    (whole,) = start("whole", 2, **sections)
+    _ends([*agents, whole], 0, 0, 0)
+    first, *_, last = events(run, "start")
+    assert (first["resumed_step"], last["resumed_step"] >= 20) == (0, True)
+    left = 400 - last["resumed_step"]
+    assert _losses(run)[-left // 10 :] == _losses(tmp_path / "runs/whole-0")[-left // 10 :]
+    assert _same_weights(run, tmp_path / "runs/whole-0", 400)
+
+
+@pytest.mark.slow
+def test_a_torchrun_that_is_stopped_stops_all_for_good(tmp_path: Path, torchrun: Torchrun) -> None:
+    """It passes SIGTERM on to its node; all save and end; the other torchrun sees a good end and starts nothing again."""
+    sections: dict[str, Any] = {"train": {"steps": 100000, "log_every": 1000}}
+    agents = [torchrun(node, **sections) for node in (0, 1)]
+    run = tmp_path / "runs/run"
+    _until(lambda: bool(run.exists() and (run / "events.jsonl").exists() and events(run, "step")))
+    os.kill(agents[1].pid, signal.SIGTERM)
+    agents[1].end()
+    _ends(agents[:1], 0)
+    assert len(events(run, "start")) == 1
+    (saved,) = events(run, "checkpoint")
+    assert events(run)[-1] | {"t": 0} == {"t": 0, "event": "end", "status": "stopped", "step": saved["step"]}
+
+
+def _until(done: Callable[[], bool], seconds: float = 60) -> None:
+    deadline = time.monotonic() + seconds
+    while not done():
+        assert time.monotonic() < deadline
+        time.sleep(0.05)

@@ -1,0 +1,36 @@
+"""The order of a sum over drafters, of one node or of many."""
+
+from __future__ import annotations
+
+from collections.abc import Iterable
+
+from torch import Tensor
+
+CHUNK = 1 << 24
+"""Elements of a gradient that are summed at a time: bounds what the sum needs beside the gradients themselves."""
+
+
+def sum_in_pairs(out: Tensor, parts: Iterable[Tensor]) -> None:
+    """Write the sum of `parts` to `out`, in its dtype: neighbours first, then neighbouring sums, as in
+    ((p0 + p1) + (p2 + p3)) + p4.
+
+    So a sum of sums is the same to the last bit where each of these has the same power of two of parts; and nodes with
+    1, 2, 4 or 8 drafters each add up what one node with all of them would. Never more than log2 of the number of parts is
+    held beside `out`.
+
+    Args:
+        parts: at least one, of the shape of `out`, of its dtype or a narrower one, on its device; taken one by one, and
+            not changed.
+    """
+    sums: list[tuple[int, Tensor]] = []  # (n, the sum of 2 ** n parts): from left to right n falls
+    for part in parts:
+        level = 0
+        while sums and sums[-1][0] == level:
+            part = sums.pop()[1].add_(part)
+            level += 1
+        if level == 0:
+            part = part.to(out.dtype, copy=True) if sums else out.copy_(part)
+        sums.append((level, part))
+    _, total = sums.pop()
+    while sums:
+        total = sums.pop()[1].add_(total)
