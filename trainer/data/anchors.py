@@ -63,7 +63,7 @@ def draw_anchors(
 
     # Every position gets a random 64-bit key; the candidates with the smallest keys are a uniform sample.
     document = np.cumsum(begins).reshape(begins.shape) - 1  # padding belongs to the one before it
-    keys = _keys(seed, epoch, np.concatenate(rows)[document], positions - start)
+    keys = _keys(seed, epoch, np.concatenate(rows), document, positions - start)
     keys[~candidate] = _NONE
     # Each document's smallest key goes before all that are not their document's.
     least = np.minimum.reduceat(keys.reshape(-1), np.flatnonzero(begins))
@@ -95,12 +95,20 @@ def draw_anchors(
 _NONE = np.uint64(np.iinfo(np.uint64).max)
 
 
-def _keys(seed: int, epoch: int, rows: np.ndarray, positions: np.ndarray) -> np.ndarray:
-    """Random uint64 [B, S], one for each (seed, epoch, dataset index, position in the document)."""
+def _keys(
+    seed: int, epoch: int, rows: np.ndarray, document: np.ndarray, positions: np.ndarray
+) -> np.ndarray:
+    """Random uint64 [B, S], one for each (seed, epoch, dataset index, position in the document).
+
+    Args:
+        rows: dataset index of each document, [n].
+        document: which of them a token belongs to, [B, S].
+        positions: in the document, [B, S].
+    """
     state = _mix(np.array([seed], dtype=np.int64).astype(np.uint64))
     state = _mix(state ^ np.uint64(epoch))
     state = _mix(state ^ rows.astype(np.uint64))
-    return _mix(state + (positions + 1).astype(np.uint64) * np.uint64(0x9E3779B97F4A7C15))
+    return _mix(state[document] + (positions + 1).astype(np.uint64) * np.uint64(0x9E3779B97F4A7C15))
 
 
 def _mix(x: np.ndarray) -> np.ndarray:
