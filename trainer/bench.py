@@ -33,7 +33,7 @@ from trainer.options import at_least
 from trainer.runtime import cache, devices, graphs
 from trainer.runtime.devices import Device
 from trainer.variants import VARIANTS, Bench, Phases
-from trainer.workload import SHAPES, Workload, drafter_config, target_config, useful_flops
+from trainer.workload import SHAPES, Workload, drafter_config, flops_of, target_config
 
 
 class Clock:
@@ -153,8 +153,9 @@ def mask_ms(bench: Bench) -> float:
     clock, batch, times = Clock(bench.device.torch), bench.batch, []
     for n in range(8):
         begin = clock.now()
+        starts = batch.starts.gather(1, batch.anchors)
         attention.anchor_mask(
-            batch.anchors, batch.valid, bench.work.block, bench.work.sequence, batch.lengths
+            batch.anchors, batch.valid, bench.work.block, bench.work.sequence, batch.lengths, starts
         )
         end = clock.now()
         clock.wait()
@@ -173,6 +174,9 @@ def add_arguments(parser: argparse.ArgumentParser) -> None:
         "--batch", type=_counts, default=[1], metavar="N,N", help="rows a step; several are tried in turn"
     )
     parser.add_argument("--sequence", type=at_least(2), default=3072, metavar="N", help="tokens a row")
+    parser.add_argument(
+        "--documents", type=at_least(1), default=1, metavar="N", help="samples packed in a row, of one length"
+    )
     parser.add_argument("--anchors", type=at_least(1), default=512, metavar="N", help="blocks a row")
     parser.add_argument("--block", type=at_least(2), default=16, metavar="N", help="tokens a block")
     parser.add_argument("--layers", type=at_least(1), default=5, metavar="N", help="layers of the drafter")
@@ -212,7 +216,11 @@ def run(args: argparse.Namespace, more: More | None = None) -> int:
             file=sys.stderr,
         )
         return 1
-    sizes = (args.sequence, args.anchors, args.block, args.layers)
+    if args.documents > args.sequence // 2 or (more and args.documents > 1):
+        why = "others' rows hold one" if more else f"a row of {args.sequence} tokens has at most half as many"
+        print(f"error: --documents {args.documents}: {why}", file=sys.stderr)
+        return 1
+    sizes = (args.sequence, args.anchors, args.block, args.layers, args.documents)
     works = [Workload(args.shape, n, *sizes) for n in args.batch]
     with device.entered():
         report = _report(works[0], device)
@@ -252,7 +260,7 @@ def _result(bench: Bench, variant: str, args: argparse.Namespace, limit: float, 
         return result | {"error": f"{type(error).__name__}: {error}".splitlines()[0][:300]}
     if variant in VARIANTS and variant != "plain":
         result["predicted_gib"] = round(_predicted(bench, variant) / 2**30, 1)
-    flops = useful_flops(bench.shape, bench.work.sequence, bench.work.anchors)
+    flops = flops_of(bench.work)
     rate = result["samples_per_s"] * flops.total / 1e12
     return result | {"useful_tflops": round(rate, 3), "share_of_limit": round(rate / limit, 4)}
 
@@ -269,7 +277,7 @@ def _predicted(bench: Bench, variant: str) -> int:
 def _report(work: Workload, device: Device) -> dict[str, Any]:
     import transformers
 
-    flops = useful_flops(drafter_config(work), work.sequence, work.anchors)
+    flops = flops_of(work)
     parts = {**asdict(flops), "total": flops.total}
     report: dict[str, Any] = {
         "workload": {name: value for name, value in asdict(work).items() if name != "batch"},

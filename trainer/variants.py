@@ -9,7 +9,7 @@ import torch
 import torch.nn.functional as F
 from torch import Tensor
 
-from trainer.modeling import attention
+from trainer.modeling import attention, documents
 from trainer.modeling.drafter import Drafter
 from trainer.modeling.losses import block_loss, default_gamma
 from trainer.modeling.target import Target, layer_forward
@@ -59,12 +59,15 @@ class Bench:
         return Target(model, self.shape.target_layer_ids)
 
     def _batch(self) -> DrafterBatch:
-        """Anchors drawn uniformly, sorted; every slot that lies in the row has a label."""
+        """Anchors drawn uniformly, sorted; every slot that lies in its document has a label."""
         work, device = self.work, self.device.torch
+        starts = torch.arange(work.sequence, device=device) // work.document * work.document
+        starts = starts.repeat(work.batch, 1)
         keys = torch.rand(work.batch, work.sequence - 1, device=device)
         anchors = keys.argsort(-1)[:, : work.anchors].sort(-1).values
         slots = anchors[..., None] + torch.arange(1, work.block, device=device)
-        inside = slots < work.sequence
+        end = (starts.gather(1, anchors) + work.document).clamp(max=work.sequence)
+        inside = slots < end[..., None]
         labels = self.ids.gather(1, slots.clamp(max=work.sequence - 1).flatten(1)).view_as(slots)
         width = len(self.shape.target_layer_ids) * self.shape.hidden_size
         return DrafterBatch(
@@ -73,7 +76,7 @@ class Bench:
             anchors=anchors,
             valid=torch.ones_like(anchors, dtype=torch.bool),
             lengths=torch.full((work.batch,), work.sequence, device=device),
-            starts=torch.zeros_like(self.ids),
+            starts=starts,
             labels=labels,
             labels_valid=inside,
         )
@@ -107,7 +110,8 @@ class Bench:
         state = self.state
 
         def target() -> None:
-            state["features"] = self.target.features(self.ids, self.batch.lengths)
+            packed = (self.batch.starts,) if self.work.documents > 1 else ()
+            state["features"] = self.target.features(self.ids, self.batch.lengths, *packed)
 
         def channel() -> None:
             state["batch"] = self._delivered(state["features"])
@@ -173,10 +177,14 @@ class Bench:
         optimizer = torch.optim.AdamW(drafter.parameters(), lr=RATE, betas=(0.9, 0.95), weight_decay=0.0)
         state, work = self.state, self.work
         self.target.run_layer = layer_forward
+        starts, packed = self.batch.starts, {}
+        if work.documents > 1:
+            positions = torch.arange(work.sequence, device=starts.device) - starts
+            packed = {"attention_mask": documents.dense_documents(starts), "position_ids": positions}
 
         @torch.no_grad()
         def target() -> None:
-            out = self.target.model(self.ids, output_hidden_states=True, use_cache=False)
+            out = self.target.model(self.ids, output_hidden_states=True, use_cache=False, **packed)
             state["features"] = torch.cat([out.hidden_states[i + 1] for i in self.shape.target_layer_ids], -1)
 
         def channel() -> None:

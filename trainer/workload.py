@@ -35,7 +35,8 @@ SHAPES: dict[str, dict[str, Any]] = {
 
 @dataclass(frozen=True)
 class Workload:
-    """What is trained: a shape's name, rows a step, tokens a row, blocks a row, tokens a block, drafter layers."""
+    """What is trained: a shape's name, rows a step, tokens a row, blocks a row, tokens a block, drafter layers, and packed
+    documents a row, of one length."""
 
     shape: str
     batch: int
@@ -43,6 +44,12 @@ class Workload:
     anchors: int
     block: int
     layers: int
+    documents: int = 1
+
+    @property
+    def document(self) -> int:
+        """Tokens a document; the last one of a row may be shorter."""
+        return -(-self.sequence // self.documents)
 
 
 @dataclass(frozen=True)
@@ -90,6 +97,12 @@ def useful_flops(
         backward=2 * linear + 2.5 * attended + fuse,
         head=2 * anchors * (config.block_size - 1) * d * config.vocab_size,
     )
+
+
+def flops_of(work: Workload) -> Flops:
+    """Useful operations of one row of a workload: attention stays within a document."""
+    visible, causal = work.document / 2, 0.5 * work.document / work.sequence
+    return useful_flops(drafter_config(work), work.sequence, work.anchors, visible, causal)
 
 
 def target_config(shape: str) -> Any:

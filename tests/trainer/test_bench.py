@@ -5,6 +5,7 @@ from __future__ import annotations
 import argparse
 import json
 from collections.abc import Callable
+from dataclasses import replace
 from pathlib import Path
 from types import SimpleNamespace
 
@@ -17,7 +18,7 @@ from trainer.__main__ import main
 from trainer.runtime import graphs
 from trainer.runtime.devices import Device
 from trainer.variants import Phases
-from trainer.workload import Workload, drafter_config, useful_flops
+from trainer.workload import Workload, drafter_config, flops_of, useful_flops
 
 SMALL = Workload("tiny", batch=2, sequence=64, anchors=6, block=4, layers=2)
 
@@ -31,6 +32,17 @@ def test_the_floors_of_qwen3(shape: str, target: float, forward: float, backward
     flops = useful_flops(drafter_config(Workload(shape, 1, 3072, 512, 16, 5)), 3072, 512)
     counted = [v / 1e12 for v in (flops.target, flops.forward, flops.backward, flops.head)]
     assert counted == pytest.approx([target, forward, backward, head], rel=0.015)
+
+
+def test_packed_rows_attend_within_their_documents() -> None:
+    """Twelve documents a row: a twelfth of the attention, all of the rest."""
+    whole = Workload("8B", 1, 3072, 512, 16, 5)
+    one, packed = flops_of(whole), flops_of(replace(whole, documents=12))
+    assert one == useful_flops(drafter_config(whole), 3072, 512)
+    assert packed.head == one.head
+    saved = 34 * 4 * 0.5 * 3072**2 * 4096 * 11 / 12  # 34 layers, to the last one read
+    assert one.target - packed.target == pytest.approx(saved)
+    assert one.forward - packed.forward == pytest.approx(5 * 4 * 8192 * 1536 * 4096 * 11 / 12)
 
 
 def test_the_formula_counts_what_pytorch_counts() -> None:
@@ -52,8 +64,9 @@ def test_the_formula_counts_what_pytorch_counts() -> None:
     assert counted["backward"] == flops.backward - 0.5 * attended  # flash attention computes the scores again
 
 
-def test_variants_take_the_same_step() -> None:
-    made = bench.Bench(SMALL, Device(torch.device("cpu")))
+@pytest.mark.parametrize("documents", [1, 5])
+def test_variants_take_the_same_step(documents: int) -> None:
+    made = bench.Bench(replace(SMALL, documents=documents), Device(torch.device("cpu")))
     losses = {}
     for variant in ("plain", "eager"):
         phases = made.step(variant)

@@ -95,9 +95,7 @@ def draw_anchors(
 _NONE = np.uint64(np.iinfo(np.uint64).max)
 
 
-def _keys(
-    seed: int, epoch: int, rows: np.ndarray, document: np.ndarray, positions: np.ndarray
-) -> np.ndarray:
+def _keys(seed: int, epoch: int, rows: np.ndarray, document: np.ndarray, positions: np.ndarray) -> np.ndarray:
     """Random uint64 [B, S], one for each (seed, epoch, dataset index, position in the document).
 
     Args:

@@ -20,13 +20,16 @@ ATTENTION = "dflash_documents"
 
 
 def document_mask(starts: Tensor) -> BlockMask | Tensor:
-    """The mask of one batch, shared by all layers: for flex attention on CUDA, elsewhere bool `[B, 1, S, S]`.
+    """The mask of one batch, shared by all layers: for flex attention on CUDA, dense elsewhere.
 
     Args:
         starts: `[B, S]`, not falling along a row.
     """
-    if starts.device.type == "cuda":
-        return document_tiles(starts)
+    return document_tiles(starts) if starts.device.type == "cuda" else dense_documents(starts)
+
+
+def dense_documents(starts: Tensor) -> Tensor:
+    """The mask as booleans, `[B, 1, S, S]`."""
     position = torch.arange(starts.shape[1], device=starts.device)
     return ((position <= position[:, None]) & (position >= starts[..., None]))[:, None]
 
