@@ -36,12 +36,18 @@ def _run(folder: Path, name: str, parts: tuple[Path, Path], **sections: dict[str
     return [e["loss"] for e in events(folder / name, "step")]
 
 
-@pytest.mark.parametrize("loss", ["ce-decay", "ce-dpace"])
-def test_static_tensors_change_nothing(tmp_path: Path, monkeypatch: pytest.MonkeyPatch, loss: str) -> None:
+@pytest.mark.parametrize(("loss", "packing"), [("ce-decay", "off"), ("ce-dpace", "off"), ("ce-decay", "on")])
+def test_static_tensors_change_nothing(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch, loss: str, packing: str
+) -> None:
     """What is put into a graph's tensors, and what is read of them, is all that a step consists of."""
     parts = make_target(tmp_path / "target"), make_dataset(tmp_path / "data")
     devices = {"targets": ["cpu"] * 2, "drafters": ["cpu"] * 2, "cpu_threads": 1}
-    sections: dict[str, Any] = {"devices": devices, "train": {"steps": 12, "loss": loss}}
+    sections: dict[str, Any] = {
+        "devices": devices,
+        "train": {"steps": 12, "loss": loss},
+        "data": {"packing": packing},
+    }
     wanted = _run(tmp_path, "off", parts, **sections)
     monkeypatch.setattr(graphs, "wanted", lambda runtime, device: runtime.cuda_graphs == "explicit")
     monkeypatch.setattr(graphs, "Recorder", _Recorder)
@@ -65,7 +71,10 @@ def test_explicit_graphs_on_the_cpu_are_refused(tmp_path: Path, capsys: pytest.C
 @pytest.mark.slow
 @pytest.mark.skipif(not torch.cuda.is_available(), reason="needs a CUDA device")
 @pytest.mark.timeout(300)
-def test_two_targets_and_two_drafters_on_one_gpu(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+@pytest.mark.parametrize("packing", ["off", "on"])
+def test_two_targets_and_two_drafters_on_one_gpu(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch, packing: str
+) -> None:
     """250 steps, uncaptured and captured: no deadlock, no recompilation, replicas equal, equal losses, and it learns."""
     kept: list[Training] = []
 
@@ -79,9 +88,8 @@ def test_two_targets_and_two_drafters_on_one_gpu(tmp_path: Path, monkeypatch: py
     devices = {"targets": ["cuda:0"] * 2, "drafters": ["cuda:0"] * 2}
     losses = {}
     for how in ("off", "explicit"):
-        losses[how] = _run(
-            tmp_path, how, parts, devices=devices, runtime={"cuda_graphs": how}, train={"steps": 250}
-        )
+        sections: dict[str, Any] = {"runtime": {"cuda_graphs": how}, "data": {"packing": packing}}
+        losses[how] = _run(tmp_path, how, parts, devices=devices, train={"steps": 250}, **sections)
         first, second = (worker.optimizer.masters for worker in kept[-1].drafters)
         assert torch.equal(first, second), how
         for worker in [*kept[-1].targets, *kept[-1].drafters]:
