@@ -33,7 +33,7 @@ from trainer.options import at_least
 from trainer.runtime import cache, devices, graphs
 from trainer.runtime.devices import Device
 from trainer.variants import VARIANTS, Bench, Phases
-from trainer.workload import SHAPES, Workload, drafter_config, flops_of, target_config
+from trainer.workload import SHAPES, Workload, flops_of, target_config
 
 
 class Clock:
