@@ -11,7 +11,7 @@ BIN := $(VENV)/bin
 INSTALLED := $(VENV)/.installed
 
 .DEFAULT_GOAL := help
-.PHONY: help demo test lint diagnose-report format clean system-packages
+.PHONY: help demo test lint diagnose-report fuzz format clean system-packages
 
 help:
 	@echo "make demo     train the bundled tiny drafter on this machine and measure its acceptance length"
@@ -19,6 +19,7 @@ help:
 	@echo "make lint     ruff and mypy"
 	@echo "make format   ruff format"
 	@echo "make diagnose-report   how often the diagnosis is right, by class, and what it takes for what"
+	@echo "make fuzz     FUZZ_SECONDS=300 of coverage-guided fuzzing of what reads logs (installs atheris: Python 3.11 to 3.13)"
 
 $(INSTALLED): pyproject.toml constraints.txt tools/make_venv.sh
 	@PIP_ARGS="$(PIP_ARGS)" sh tools/make_venv.sh "$(PYTHON)" "$(VENV)"
@@ -44,6 +45,11 @@ lint: $(INSTALLED)
 
 diagnose-report: $(INSTALLED)
 	@$(BIN)/python -m tests.diagnose.report
+
+FUZZ_SECONDS ?= 300
+fuzz: $(INSTALLED)
+	$(BIN)/python -m pip install -q $(PIP_ARGS) atheris
+	$(BIN)/python -m tests.diagnose.fuzz -max_total_time=$(FUZZ_SECONDS)
 
 format: $(INSTALLED)
 	$(BIN)/ruff check --fix .

@@ -271,6 +271,7 @@ class Snapshot:
         record = self.state
         if record is not None and record.status == "exited":
             known["process_alive"] = False
+            known["disk_free_bytes"] = whole(self.disk.get("free_bytes"))
             ended = ("exit_code", "signal", "oom_kills", "stop_requested", "stopped_by")
             known |= {name: value for name in ended if (value := getattr(record, name)) not in (None, "")}
         elif self.alive is not None:

@@ -38,6 +38,8 @@ NONFINITE_STEPS = 3
 """Progress lines in a row with a loss or norm that is not finite, from which it counts: one alone is skipped by scalers."""
 CLOCK_SKEW_S = 2.0
 """Hosts' clocks may differ by this much: a smaller difference between two files decides nothing."""
+DISK_FULL = 1 << 20
+"""Bytes free from which on down a silent death is put down to the disk."""
 _GPU_WORDS = re.compile(r"(?i)\bcuda\b|\bgpus?\b|nvidia")
 _SIGNALS = {
     "SIGKILL": 137,
@@ -70,7 +72,8 @@ def conclude(
     """The diagnosis of one run from its logs, each read to its end by a scanner (`close` was called), and the facts.
 
     facts: what was measured beside the logs (`process_alive`, `exit_code`, `signal`, `oom_kills`, `gpu_util_pct`,
-    `gpu_power_w`, `cpu_util_pct`, `child_processes`, `seconds_since_last_line`, `stop_requested`, `stopped_by`, `stall_after_s`),
+    `gpu_power_w`, `cpu_util_pct`, `child_processes`, `seconds_since_last_line`, `stop_requested`, `stopped_by`,
+    `stall_after_s`, `disk_free_bytes`),
     any of them absent. notes: what could not be read.
     """
     found = _Case(scanners, dict(facts or {}), signatures or sig.load()).decide()
@@ -207,6 +210,8 @@ class _Case:
             return self._say("failed", self._by_code("killed"), others=kept)
         if root is None or (root.weak and root.role == "cascade"):
             root = self._from_code() or root
+        if root is None and self._disk_full():
+            return self._say("failed", self._by_code("disk-full"), others=kept)
         if root is None:
             return self._say("failed", self._by_code("unknown"), others=kept, confidence="guess")
         stopped = self.signatures.by_name.get(root.cls)
@@ -325,6 +330,11 @@ class _Case:
             for o in self.findings
         )
 
+    def _disk_full(self) -> bool:
+        """Whether nothing more could be written where the log is: the error itself may be what was not."""
+        free = self.facts.get("disk_free_bytes")
+        return isinstance(free, (int, float)) and free < DISK_FULL
+
     def _by_code(self, cls: str) -> Finding:
         for f in self.findings:
             if cls == "unknown" and not f.survived:
@@ -372,10 +382,11 @@ class _Case:
             confidence,
             title.format_map(values),
             _where(f, self.facts.get("gpu_pci")),
-            Place(f.file, f.line, f.text),
+            Place(f.file, f.line, f.text) if f.line else None,  # an empty log has no line to show
             tuple(
                 Place(f.file, line, text)
                 for line, text in ([f.frame] if f.frame else []) + [(f.line, f.text)]
+                if line
             ),
             tuple(Place(o.file, o.line, o.text) for o in later[:20]),
             s.cause.format_map(values) if s else "",

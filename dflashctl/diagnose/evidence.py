@@ -42,17 +42,18 @@ def diagnose_paths(
 ) -> Diagnosis:
     """The diagnosis of one run from files and folders; `-` is standard input.
 
-    A run's folder brings its own record (state.json) and events; `facts` win over the record.
+    A run's folder brings its own record (state.json) and events; `facts` win over the record. Of a huge log the ends
+    are read first, and the rest where they don't tell for certain what it failed of.
 
     Args:
-        signatures: a TOML file of the user's own signatures. full: read logs of any size as a whole.
+        signatures: a TOML file of the user's own signatures. full: read logs of any size as a whole at once.
 
     Raises OSError where a path can't be read, ConfigError where `signatures` is not valid.
     """
     known = sig.load(signatures)
     recorded: dict[str, Any] = {}
     scanners: list[Scanner] = []
-    notes: list[str] = []
+    left_out: dict[int, tuple[Path, str]] = {}
     for path in paths:
         if str(path) == "-":
             scanners.append(read(sys.stdin.buffer, "stdin", known))
@@ -62,12 +63,27 @@ def diagnose_paths(
             recorded.update(record(path))
         for file in logs(path):
             name = str(file.relative_to(path)) if path.is_dir() else path.name
-            scanners.append(_read_file(file, name, known, full, notes))
+            scanner, note = _read_file(file, name, known, full)
+            if note:
+                left_out[len(scanners)] = (file, note)
+            scanners.append(scanner)
     if not scanners:
         raise FileNotFoundError(f"no log in {', '.join(map(str, paths))}")
+    known_facts = {**recorded, **dict(facts or {})}
+    found = _conclude(scanners, known_facts, known, [note for _, note in left_out.values()])
+    if left_out and found.verdict == "failed" and found.confidence != "certain":
+        for i, (file, _) in left_out.items():
+            scanners[i] = _read_file(file, scanners[i].file, known, True)[0]
+        found = _conclude(scanners, known_facts, known, [])
+    return found
+
+
+def _conclude(
+    scanners: Sequence[Scanner], facts: Mapping[str, Any], known: sig.Signatures, notes: Sequence[str]
+) -> Diagnosis:
     for order, scanner in enumerate(scanners):
         scanner.ordered(order)
-    return engine.conclude(scanners, {**recorded, **dict(facts or {})}, known, notes)
+    return engine.conclude(scanners, facts, known, notes)
 
 
 def logs(path: Path) -> list[Path]:
@@ -118,18 +134,19 @@ def _json(path: Path) -> Any:
         return None
 
 
-def _read_file(path: Path, name: str, known: sig.Signatures, full: bool, notes: list[str]) -> Scanner:
+def _read_file(path: Path, name: str, known: sig.Signatures, full: bool) -> tuple[Scanner, str]:
+    """(scanner, what was not read)."""
     if path.name == "error.json":
-        return _error_file(path, name, known)
+        return _error_file(path, name, known), ""
     if path.name == "events.jsonl":
-        return _events(path, name, known)
+        return _events(path, name, known), ""
     with path.open("rb") as file:
         size = file.seek(0, io.SEEK_END) if file.seekable() else 0
         if file.seekable():
             file.seek(0)
         if full or size <= WHOLE:
-            return read(file, name, known)
-        return _read_ends(file, size, name, known, notes)
+            return read(file, name, known), ""
+        return _read_ends(file, size, name, known)
 
 
 def read(file: BinaryIO, name: str, known: sig.Signatures) -> Scanner:
@@ -140,7 +157,7 @@ def read(file: BinaryIO, name: str, known: sig.Signatures) -> Scanner:
     return reader.close()
 
 
-def _read_ends(file: BinaryIO, size: int, name: str, known: sig.Signatures, notes: list[str]) -> Scanner:
+def _read_ends(file: BinaryIO, size: int, name: str, known: sig.Signatures) -> tuple[Scanner, str]:
     scanner = Scanner(known, name)
     reader = Reader(scanner, known)
     reader.feed(file.read(HEAD))
@@ -149,10 +166,10 @@ def _read_ends(file: BinaryIO, size: int, name: str, known: sig.Signatures, note
     while left > 0 and (data := file.read(min(CHUNK, left))):
         reader.skip(data)
         left -= len(data)
-    notes.append(f"{name}: lines {first} to {reader.number} were only counted; --full reads them")
+    note = f"{name}: lines {first} to {reader.number} were only counted; --full reads them"
     while data := file.read(CHUNK):
         reader.feed(data)
-    return reader.close()
+    return reader.close(), note
 
 
 def _error_file(path: Path, name: str, known: sig.Signatures) -> Scanner:

@@ -127,6 +127,13 @@ def test_a_log_beyond_the_limit_is_read_at_its_ends(tmp_path: Path, monkeypatch:
     assert (found.class_, found.root.line) == ("host-oom-kill", 2_001)
     assert "only counted" in found.notes[0]
     assert not diagnose_paths([path], facts, full=True).notes
+    # where the ends don't tell, the rest is read after all
+    path.write_text("\n".join([*lines[:1_001], *("waiting for a peer" for _ in range(1_000))]) + "\n")
+    found = diagnose_paths([path], {"process_alive": False, "exit_code": 1})
+    assert found.root is not None
+    assert (found.class_, found.root.line, found.notes) == ("user-exception", 1_001, ())
+    # a run that lives, or is stopped, is not read for that
+    assert diagnose_paths([path], {"process_alive": True}).notes
 
 
 def test_nothing_to_read_is_said(tmp_path: Path) -> None:

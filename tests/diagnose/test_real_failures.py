@@ -1,14 +1,15 @@
-"""Failures made on purpose in a container, seen through ssh and pct by the judge of `status`: nothing is acted out."""
+"""Failures made on purpose in a container, asked for by `dflashctl status` through ssh and pct: nothing is acted out."""
 
 from __future__ import annotations
 
+import contextlib
+import io
 import json
 import os
 import subprocess
 import sys
 import tarfile
 import textwrap
-import time
 from collections.abc import Iterator
 from pathlib import Path
 from typing import Any
@@ -16,10 +17,8 @@ from typing import Any
 import pytest
 
 from dflashctl import hostsfile, stacks
-from dflashctl.errors import ContainerError, UnreachableError
+from dflashctl.cli import app
 from dflashctl.remote.session import Session
-from dflashctl.snapshot import Snapshot
-from dflashctl.status import Verdict, judge
 from dflashctl.transport import transport_for
 from tests.running import wait_for
 from tests.testhost import Container, Lab
@@ -35,9 +34,10 @@ for step in range(1, 4):
 
 
 class Runs:
-    """Starts scripts in a container as runs, and judges them."""
+    """Starts scripts in a container as runs, and asks `dflashctl status` for them."""
 
     def __init__(self, file: Path) -> None:
+        self.file = file
         hosts = hostsfile.load(file, os.environ, file.parent)
         self.host = hosts.default
         transport = transport_for(self.host, hosts, accept_new=True)
@@ -57,17 +57,45 @@ class Runs:
             grace=5.0,
         )
 
-    def look(self, run_id: str) -> tuple[Snapshot, Verdict]:
+    def log(self, run_id: str) -> list[str]:
         answer = self.session.call("snapshot", run_id=run_id, log_lines=2000, want_gpu=False)
-        snapshot = Snapshot.parse(answer)
-        return snapshot, judge(snapshot)
+        return answer["log"]["lines"]
 
-    def ended(self, run_id: str, seconds: float = 30) -> Verdict:
-        def over() -> Verdict | None:
-            snapshot, verdict = self.look(run_id)
-            return verdict if snapshot.state is not None and snapshot.state.status == "exited" else None
+    def command(self, *args: str) -> tuple[int, str, str]:
+        """(exit code, stdout, stderr) of `dflashctl ARGS`, in this process."""
+        out, err = io.StringIO(), io.StringIO()
+        with contextlib.redirect_stdout(out), contextlib.redirect_stderr(err):
+            code = app.run([*args, "--hosts", str(self.file), "--accept-new"])
+        return code, out.getvalue(), err.getvalue()
 
-        return wait_for(over, seconds)
+    def status(self, run_id: str, *args: str) -> dict[str, Any]:
+        """What `dflashctl status --json` says; its code is the exit code that it names."""
+        code, out, err = self.command("status", run_id, "--json", *args)
+        assert out, err
+        answer = json.loads(out)
+        assert answer["exit_code"] == code
+        return answer
+
+    def ended(self, run_id: str, seconds: float = 30) -> dict[str, Any]:
+        def over() -> bool:
+            answer = self.session.call("snapshot", run_id=run_id, log_lines=0, want_gpu=False)
+            return (answer.get("state") or {}).get("status") == "exited"
+
+        wait_for(over, seconds)
+        return self.status(run_id)
+
+    def stalled(self, run_id: str, seconds: float = 20) -> dict[str, Any]:
+        """The status once the run is called stalled."""
+        answer = self.status(run_id, "--wait", str(seconds))
+        assert (answer["state"], answer["exit_code"]) == ("stalled", 4), answer["reason"]
+        return answer
+
+
+@pytest.fixture(scope="module", autouse=True)
+def state_home(tmp_path_factory: pytest.TempPathFactory) -> Iterator[None]:
+    with pytest.MonkeyPatch.context() as patch:
+        patch.setenv("XDG_STATE_HOME", str(tmp_path_factory.mktemp("state")))
+        yield
 
 
 @pytest.fixture(scope="module")
@@ -159,58 +187,80 @@ def test_what_python_says(runs: Runs, case: str) -> None:
     script, class_, text = PYTHON[case]
     run_id = "py-" + case.replace(" ", "-").replace(",", "")
     runs.start(run_id, script)
-    verdict = runs.ended(run_id)
-    assert verdict.state == "failed"
-    found = verdict.diagnosis
-    assert found is not None
-    assert (found.class_, found.verdict) == (class_, "failed")
-    assert found.root is not None
-    assert text is None or found.root.text == text
+    answer = runs.ended(run_id)
+    found = answer["diagnosis"]
+    assert (answer["state"], answer["exit_code"]) == ("failed", 3)
+    assert (found["class"], found["verdict"]) == (class_, "failed")
+    assert runs.log(run_id)[found["root"]["line"] - 1].strip() == found["root"]["text"].strip()
+    assert text is None or found["root"]["text"] == text
 
 
 def test_a_segfault(runs: Runs) -> None:
     runs.start("segfault", "import ctypes; ctypes.string_at(0)")
-    found = runs.ended("segfault").diagnosis
-    assert found is not None
-    assert found.class_ == "segfault"
-    assert found.root is not None
-    assert found.root.text == "Fatal Python error: Segmentation fault"
+    found = runs.ended("segfault")["diagnosis"]
+    assert (found["class"], found["root"]["text"]) == ("segfault", "Fatal Python error: Segmentation fault")
 
 
 def test_an_abort(runs: Runs) -> None:
     runs.start("abort", "os.abort()")
-    verdict = runs.ended("abort")
-    assert verdict.state == "failed"
-    assert verdict.diagnosis is not None
-    assert (verdict.diagnosis.class_, verdict.diagnosis.root and verdict.diagnosis.root.text) == (
-        "unknown",
-        "Fatal Python error: Aborted",
-    )
+    answer = runs.ended("abort")
+    found = answer["diagnosis"]
+    assert (answer["state"], answer["exit_code"]) == ("failed", 3)
+    assert "SIGABRT" in answer["reason"]
+    assert (found["class"], found["root"]["text"]) == ("unknown", "Fatal Python error: Aborted")
 
 
 def test_kill_9_is_no_memory_kill(runs: Runs) -> None:
     runs.start("kill9", "os.kill(os.getpid(), signal.SIGKILL)")
-    verdict = runs.ended("kill9")
-    assert verdict.state == "failed"
-    assert verdict.diagnosis is not None
-    assert (verdict.diagnosis.class_, verdict.diagnosis.rule) == ("unknown", "killed")
+    answer = runs.ended("kill9")
+    assert (answer["state"], answer["exit_code"]) == ("failed", 3)
+    assert (answer["diagnosis"]["class"], answer["diagnosis"]["rule"]) == ("unknown", "killed")
 
 
 def test_the_containers_memory_limit(runs: Runs) -> None:
     runs.start("oom", "kept = []\nwhile True:\n    kept.append(b'x' * 10_000_000)")
-    verdict = runs.ended("oom")
-    assert verdict.state == "failed"
-    assert verdict.diagnosis is not None
-    assert (verdict.diagnosis.class_, verdict.diagnosis.verdict) == ("cgroup-oom", "failed")
+    answer = runs.ended("oom")
+    assert (answer["state"], answer["exit_code"]) == ("failed", 3)
+    assert (answer["diagnosis"]["class"], answer["diagnosis"]["verdict"]) == ("cgroup-oom", "failed")
+
+
+def test_a_full_disk(runs: Runs, container: Container) -> None:
+    mounted = container.exec(["mount", "-t", "tmpfs", "-o", "size=1m", "tmpfs", "/mnt"])
+    assert mounted.returncode == 0, mounted.stderr
+    runs.start("full", "with open('/mnt/shard', 'wb') as f:\n    f.write(b'x' * 2_000_000)")
+    found = runs.ended("full")["diagnosis"]
+    container.exec(["umount", "/mnt"])
+    assert (found["class"], found["root"]["text"]) == (
+        "disk-full",
+        "OSError: [Errno 28] No space left on device",
+    )
+
+
+def test_the_disk_of_the_workspace_is_full(container: Container, tmp_path: Path) -> None:
+    """Where the run itself lives: its log and its record too."""
+    small = container.exec(["sh", "-c", "mkdir /tiny && mount -t tmpfs -o size=600k tmpfs /tiny"])
+    assert small.returncode == 0, small.stderr
+    file = write_hosts_file(tmp_path / "hosts.toml", container.node, vmids=(220,))
+    file.write_text(file.read_text().replace('workspace = "/workspace"', 'workspace = "/tiny"'))
+    runs = Runs(file)
+    with runs.session:
+        runs.start("tiny", "while True:\n    print('a line of a log', flush=True)")
+        answer = runs.ended("tiny")
+        assert (answer["state"], answer["exit_code"]) == ("failed", 3)
+        assert answer["diagnosis"]["class"] == "disk-full", answer["diagnosis"]
+    container.exec(["umount", "/tiny"])
 
 
 def test_a_signal_from_outside(runs: Runs, container: Container) -> None:
     pid = runs.start("sigterm", "time.sleep(60)")["state"]["pid"]
-    wait_for(lambda: runs.look("sigterm")[0].log.lines, 10)
+    wait_for(lambda: runs.log("sigterm"), 10)
     container.exec(["kill", "-TERM", str(pid)])
-    verdict = runs.ended("sigterm")
-    assert verdict.state == "stopped"
-    assert "from outside" in verdict.reason
+    answer = runs.ended("sigterm")
+    assert (answer["state"], answer["exit_code"]) == ("stopped", 3)
+    assert "from outside" in answer["reason"]
+    code, out, _ = runs.command("diagnose", "--run", "sigterm", "--json")
+    found = json.loads(out)
+    assert (code, found["verdict"], found["class"]) == (3, "stopped", "preempted-sigterm")
 
 
 def test_a_deadlock(runs: Runs) -> None:
@@ -227,15 +277,9 @@ def test_a_deadlock(runs: Runs) -> None:
         threading.Thread(target=work, args=pair).start()
     """
     runs.start("deadlock", script, warmup={"start": 0.5, "dataset": 0.5})
-
-    def stalled() -> Verdict | None:
-        verdict = runs.look("deadlock")[1]
-        return verdict if verdict.state == "stalled" else None
-
-    assert wait_for(stalled, 20).exit_code == 4
-    answer = runs.session.call("stacks", run_id="deadlock", timeout=60)
-    assert answer["unread"] == []
-    at = {s.thread: stacks.telling(s.frames) for s in stacks.read(answer["dumps"])}
+    held = runs.stalled("deadlock")["stacks"]  # unasked, because it is stalled
+    assert held["unread"] == []
+    at = {s.thread: stacks.telling(s.frames) for s in stacks.read(held["dumps"])}
     assert sum("work (<string>:" in frame for frame in at.values()) == 2, at
     runs.session.call("stop", run_id="deadlock", grace=0.1)
 
@@ -248,14 +292,8 @@ def test_a_rank_died_and_the_others_wait(runs: Runs) -> None:
     threading.Event().wait(60)
     """
     runs.start("waits", script, warmup={"start": 0.5, "dataset": 0.5})
-
-    def stalled() -> Verdict | None:
-        verdict = runs.look("waits")[1]
-        return verdict if verdict.state == "stalled" else None
-
-    verdict = wait_for(stalled, 20)
-    assert verdict.diagnosis is not None
-    assert (verdict.diagnosis.class_, verdict.diagnosis.where) == ("thread-died", "thread target-1")
+    found = runs.stalled("waits")["diagnosis"]
+    assert (found["class"], found["where"]) == ("thread-died", "thread target-1")
     runs.session.call("stop", run_id="waits", grace=0.1)
 
 
@@ -269,12 +307,10 @@ def test_a_loss_that_is_no_number(runs: Runs) -> None:
     time.sleep(30)
     """
     runs.start("nan", script)
-
-    def degraded() -> Verdict | None:
-        verdict = runs.look("nan")[1]
-        return verdict if verdict.state == "degraded" else None
-
-    assert wait_for(degraded, 15).exit_code == 4
+    answer = runs.status("nan", "--wait", "15")
+    assert (answer["state"], answer["exit_code"]) == ("degraded", 4)
+    code, out, _ = runs.command("diagnose", "--run", "nan", "--json")
+    assert (code, json.loads(out)["class"]) == (4, "loss-diverged")
     runs.session.call("stop", run_id="nan", grace=0.1)
 
 
@@ -312,9 +348,8 @@ def with_torch(lab: Lab, tmp_path_factory: pytest.TempPathFactory) -> Iterator[t
 def test_a_loader_worker(with_torch: tuple[Runs, Container], name: str, work: str, class_: str) -> None:
     runs, _ = with_torch
     runs.start(f"loader-{name}", f"def work(i):\n    {work}\n" + textwrap.dedent(LOADER), OMP_NUM_THREADS="1")
-    found = runs.ended(f"loader-{name}", 60).diagnosis
-    assert found is not None
-    assert (found.class_, found.verdict) == (class_, "failed")
+    found = runs.ended(f"loader-{name}", 60)["diagnosis"]
+    assert (found["class"], found["verdict"]) == (class_, "failed")
 
 
 @pytest.mark.slow
@@ -324,32 +359,38 @@ def test_shared_memory_too_small(with_torch: tuple[Runs, Container]) -> None:
     assert small.returncode == 0, small.stderr
     work = "def work(i):\n    import torch\n    return torch.zeros(1_000_000)\n"
     runs.start("loader-shm", work + textwrap.dedent(LOADER), OMP_NUM_THREADS="1")
-    found = runs.ended("loader-shm", 60).diagnosis
+    found = runs.ended("loader-shm", 60)["diagnosis"]
     container.exec(["umount", "/dev/shm"])
-    assert found is not None
-    assert (found.class_, found.verdict) == ("shm-bus-error", "failed")
+    assert (found["class"], found["verdict"]) == ("shm-bus-error", "failed")
 
 
-def test_a_container_that_stops_and_a_host_that_goes(lab: Lab, tmp_path: Path) -> None:
+def test_a_container_that_stops_or_reboots_and_a_host_that_goes(lab: Lab, tmp_path: Path) -> None:
     node = lab.node("going")
     container = node.container(221, "going")
-    file = write_hosts_file(tmp_path / "hosts.toml", node, vmids=(221,))
-    runs = Runs(file)
+    runs = Runs(write_hosts_file(tmp_path / "hosts.toml", node, vmids=(221,)))
     with runs.session:
         runs.start("gone", "time.sleep(60)")
-        wait_for(lambda: runs.look("gone")[0].log.lines, 10)
+        wait_for(lambda: runs.log("gone"), 10)
     container.stop()
-    with pytest.raises(ContainerError), (stopped := Runs(file)).session:
-        stopped.look("gone")
+    code, out, err = runs.command("status", "gone", "--json")
+    assert (code, out) == (8, ""), err
+    assert "221" in err
     container.start()
-    time.sleep(0.5)
-    with (again := Runs(file)).session:
-        verdict = again.look("gone")[1]
-    assert verdict.state == "lost"
-    assert "restarted" in verdict.reason or "rebooted" in verdict.reason
+    answer = wait_for(lambda: (a := runs.status("gone"))["state"] != "warming" and a, 20)
+    assert (answer["state"], answer["exit_code"]) == ("lost", 3)
+    assert "rebooted" in answer["reason"]
+    with (again := Runs(runs.file)).session:
+        again.start("rebooted", "time.sleep(60)")
+        wait_for(lambda: again.log("rebooted"), 10)
+    container.reboot()
+    answer = wait_for(lambda: (a := runs.status("rebooted"))["state"] != "warming" and a, 20)
+    assert (answer["state"], answer["exit_code"]) == ("stopped", 3)
+    assert "shutdown of the machine" in answer["reason"]
+    code, out, _ = runs.command("diagnose", "--run", "rebooted", "--json")
+    assert (code, json.loads(out)["class"]) == (3, "preempted-sigterm")
     node.stop()
-    with pytest.raises(UnreachableError), (down := Runs(file)).session:
-        down.look("gone")
+    code, out, err = runs.command("status", "gone", "--json")
+    assert (code, out) == (7, ""), err
 
 
 def test_the_kernels_own_words_through_status(container: Container, runs: Runs, tmp_path: Path) -> None:
