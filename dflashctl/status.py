@@ -88,6 +88,9 @@ def judge(snapshot: Snapshot | Mapping[str, Any], previous: Snapshot | None = No
         verdict = _gone(s, s.state, now, phase) or _living(s, s.state, previous, now, phase)
     if verdict.state == "stalled" and verdict.diagnosis is None:
         verdict = replace(verdict, diagnosis=behind_stall(s))
+    if verdict.diagnosis is not None and verdict.diagnosis.root is not None and s.log.first_line is None:
+        counted = f"the log is too long to be numbered: its lines are counted from the last {count(len(s.log.lines))} on"
+        verdict = replace(verdict, notes=(*verdict.notes, counted))
     return replace(
         verdict,
         ladder=ladder(s),

@@ -31,6 +31,9 @@ SETTLES = 5.0
 DIAGNOSED_LINES = 2000
 """Log lines fetched once a run has failed."""
 
+FURTHER_LINES = 50_000
+"""Log lines fetched where those don't tell what it failed of, and there are more."""
+
 
 @dataclass(frozen=True)
 class Look:
@@ -108,6 +111,8 @@ class Watcher:
             wanted = verdict.diagnosis is not None or verdict.state == "stalled"
             if wanted and log_lines < DIAGNOSED_LINES:
                 log_lines = DIAGNOSED_LINES
+            elif wanted and log_lines < FURTHER_LINES and _untold(snapshot, verdict):
+                log_lines = FURTHER_LINES
             elif verdict.settling and time.monotonic() - begun < SETTLES:
                 time.sleep(INTERVAL)
             else:
@@ -145,3 +150,9 @@ class Watcher:
         until = max(begun + seconds, time.monotonic() + SETTLES)
         final = yield from self._again(lambda: self.look(log_lines, past[0], time.monotonic()), until)
         yield Look(final.snapshot, final.verdict, elapsed, True)
+
+
+def _untold(snapshot: Snapshot, verdict: Verdict) -> bool:
+    """Whether lines that were not fetched may tell what those that were do not."""
+    found = verdict.diagnosis
+    return (found is None or found.class_ in (None, "unknown")) and snapshot.log.first_line != 1

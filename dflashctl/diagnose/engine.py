@@ -412,6 +412,8 @@ class _Values(dict[str, str]):
     def __init__(self, f: Finding, torch: str) -> None:
         super().__init__(f.captures)
         self["thread"] = f.thread
+        if f.rank is not None:
+            self.setdefault("rank", str(f.rank))
         self["text"] = f.text.strip()[:160]
         self["torch"] = torch or "unknown"
         if "tried" in self:

@@ -109,50 +109,71 @@ def _shortest(stems: set[str]) -> tuple[str, ...]:
 
 def parse(raw: dict[str, Any], source: str) -> list[Signature]:
     """Signatures of one parsed TOML file. Raises ConfigError that names the class and the key."""
-    out = []
-    for name, body in raw.get("class", {}).items():
-        where = f"{source}: [class.{name}]"
-        patterns = []
-        for i, item in enumerate(body.get("pattern", [])):
-            scopes = item.get("scope", "line")
-            for scope in [scopes] if isinstance(scopes, str) else scopes:
-                if scope not in SCOPES:
-                    raise ConfigError(
-                        f"{where} pattern {i + 1}: unknown scope {scope!r}",
-                        hint=f"use one of {', '.join(SCOPES)}",
-                    )
-            try:
-                regex = re.compile(item["regex"])
-            except (re.error, KeyError, TypeError) as error:
-                raise ConfigError(
-                    f"{where} pattern {i + 1}: no valid regex ({error})", hint="a Python regex in `regex`"
-                ) from error
-            patterns.append(
-                Pattern(
-                    regex,
-                    (scopes,) if isinstance(scopes, str) else tuple(scopes),
-                    literals(regex),
-                    bool(item.get("weak")),
-                    bool(item.get("echo")),
-                    tuple(item.get("over", ())),
-                )
-            )
-        advice = body.get("advice", [])
-        out.append(
-            Signature(
-                name,
-                body.get("class", name),
-                body.get("group", "user"),
-                int(body.get("tier", 4)),
-                body.get("role", "root"),
-                body.get("title", name),
-                body.get("cause", ""),
-                tuple([advice] if isinstance(advice, str) else advice),
-                body.get("retry", ""),
-                tuple(patterns),
-            )
+    table = raw.get("class", {})
+    if not isinstance(table, dict) or not all(isinstance(body, dict) for body in table.values()):
+        raise ConfigError(f"{source}: `class` holds no tables", hint="one [class.NAME] for each rule")
+    return [_signature(name, body, f"{source}: [class.{name}]") for name, body in table.items()]
+
+
+def _signature(name: str, body: dict[str, Any], where: str) -> Signature:
+    advice = body.get("advice", [])
+    texts = {key: body.get(key, default) for key, default in _TEXTS.items()}
+    texts |= {
+        f"advice {i + 1}": text for i, text in enumerate([advice] if isinstance(advice, str) else advice)
+    }
+    for key, value in texts.items():
+        if not isinstance(value, str):
+            raise ConfigError(f"{where}: `{key}` is no text", hint='write it between quotes: title = "..."')
+        try:
+            value.format_map(_Anything())
+        except (ValueError, IndexError, AttributeError, KeyError, TypeError) as error:
+            raise ConfigError(
+                f"{where}: `{key}` is no template ({error})",
+                hint="{name} stands for a group; write {{ for a brace",
+            ) from error
+    tier = body.get("tier", 4)
+    if not isinstance(tier, int) or isinstance(tier, bool) or not 1 <= tier <= 9:
+        raise ConfigError(
+            f"{where}: `tier` is {tier!r}", hint="a whole number from 1 to 9; ordinary roots have 4"
         )
-    return out
+    if texts["role"] not in ROLES:
+        raise ConfigError(f"{where}: unknown role {texts['role']!r}", hint=f"use {' or '.join(ROLES)}")
+    patterns = body.get("pattern", [])
+    if not isinstance(patterns, list) or not all(isinstance(item, dict) for item in patterns):
+        raise ConfigError(f"{where}: `pattern` is no list of tables", hint="pattern = [{ regex = '...' }]")
+    return Signature(
+        name,
+        texts["class"] or name,
+        texts["group"],
+        tier,
+        texts["role"],
+        texts["title"] or name,
+        texts["cause"],
+        tuple(text for key, text in texts.items() if key.startswith("advice ")),
+        texts["retry"],
+        tuple(_pattern(item, f"{where} pattern {i + 1}") for i, item in enumerate(patterns)),
+    )
+
+
+def _pattern(item: dict[str, Any], where: str) -> Pattern:
+    scopes = item.get("scope", "line")
+    scopes = [scopes] if isinstance(scopes, str) else scopes
+    if not isinstance(scopes, list) or not scopes or not all(scope in SCOPES for scope in scopes):
+        raise ConfigError(f"{where}: unknown scope {scopes!r}", hint=f"use one of {', '.join(SCOPES)}")
+    try:
+        regex = re.compile(item["regex"])
+    except (re.error, KeyError, TypeError) as error:
+        raise ConfigError(f"{where}: no valid regex ({error})", hint="a Python regex in `regex`") from error
+    return Pattern(regex, tuple(scopes), literals(regex), bool(item.get("weak")), bool(item.get("echo")))
+
+
+_TEXTS = {"class": "", "group": "user", "role": "root", "title": "", "cause": "", "retry": ""}
+ROLES = ("root", "cascade")
+
+
+class _Anything(dict[str, str]):
+    def __missing__(self, key: str) -> str:
+        return key
 
 
 @lru_cache(maxsize=4)

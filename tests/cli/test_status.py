@@ -66,6 +66,31 @@ def test_a_crash_is_named_with_its_line(cli, started, runner):
     assert "exit 3" in shown.stdout.splitlines()[-1]
 
 
+def test_a_cause_far_above_the_end_of_the_log(cli, started, runner):
+    """What others print after it, thousands of lines, does not hide it."""
+    script = scripts.CRASHES.replace(
+        "inner()\n",
+        """
+import traceback
+try:
+    inner()
+except KeyError:
+    traceback.print_exc()
+for n in range(6000): print("peer", n, "has not come", flush=False)
+os._exit(1)
+""",
+    )
+    started(
+        "far", script.replace("def inner():", "sys.stdout.reconfigure(line_buffering=False)\ndef inner():")
+    )
+    runner.ended("far")
+    found = json.loads(cli("status", "far", "--json").stdout)["diagnosis"]
+    log = (runner.run_dir("far") / "run.log").read_text().splitlines()
+    assert len(log) > 6000
+    assert found["class"] == "user-exception"
+    assert log[found["root"]["line"] - 1] == "KeyError: 'image_grid_thw'"
+
+
 def test_kill_nine_is_told_apart(cli, started, runner):
     started("killed", scripts.KILLED)
     runner.ended("killed")

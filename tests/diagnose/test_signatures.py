@@ -151,16 +151,18 @@ def test_time_grows_no_faster_than_the_line(name: str, regex: re.Pattern[Any]) -
 def test_a_file_of_the_users_own(tmp_path: Path) -> None:
     own = tmp_path / "own.toml"
     own.write_text(
-        '[class.mixer-jammed]\ntitle = "the mixer of shard {shard} jammed"\nadvice = "empty it"\nretry = "yes"\n'
+        '[class.mixer-jammed]\ntitle = "the mixer of shard {shard} jammed"\nadvice = "empty it on rank {rank}"\nretry = "yes"\n'
         "pattern = [{ scope = \"line\", regex = 'MIXER (?P<shard>\\d+) JAMMED' }]\n"
     )
     found = diagnose(
-        [b"step 1 | loss 2.0", b"MIXER 7 JAMMED"], {"process_alive": False, "exit_code": 3}, signatures=own
+        [b"step 1 | loss 2.0", b"[rank5]: MIXER 7 JAMMED"],
+        {"process_alive": False, "exit_code": 3},
+        signatures=own,
     )
     assert (found.class_, found.title, found.advice, found.retry) == (
         "mixer-jammed",
         "the mixer of shard 7 jammed",
-        ("empty it",),
+        ("empty it on rank 5",),
         "yes",
     )
 
@@ -172,6 +174,17 @@ def test_a_file_of_the_users_own(tmp_path: Path) -> None:
         ("[class.x]\npattern = [{ scope = 'nowhere', regex = 'a' }]", "unknown scope"),
         ("[class.x]\npattern = [{ scope = 'line' }]", "no valid regex"),
         ("[class.x\n", "own.toml"),
+        ("class = 3", "holds no tables"),
+        ("[class]\nx = 3", "holds no tables"),
+        ("[class.x]\npattern = 'a'", "no list of tables"),
+        ("[class.x]\npattern = [{ regex = 7 }]", "no valid regex"),
+        ("[class.x]\npattern = [{ scope = 7, regex = 'a' }]", "unknown scope"),
+        ("[class.x]\ntier = 'high'", "`tier` is 'high'"),
+        ("[class.x]\nrole = 'boss'", "unknown role 'boss'"),
+        ("[class.x]\ntitle = 3", "`title` is no text"),
+        ("[class.x]\nadvice = ['fine', 4]", "`advice 2` is no text"),
+        ("[class.x]\nadvice = 'set {a.b} to {'", "`advice 1` is no template"),
+        ("[class.x]\ntitle = 'shard {0}'", "`title` is no template"),
     ],
 )
 def test_a_bad_file_is_named(tmp_path: Path, text: str, words: str) -> None:
