@@ -157,6 +157,7 @@ class Run:
         found = self._find_checkpoint()
         steps = nodes.gather(found.step if found else 0)
         self._done = max(steps)
+        source = steps.index(self._done)  # the newest, wherever it is: ranks may change between restarts
         self._crew.events.start(
             run_id=self._run_dir.name,
             torch=torch.__version__,
@@ -170,23 +171,11 @@ class Run:
         dataset, batches = self._open_data(config)
         packing = "on" if batches.packed else "off"
         config = dataclasses.replace(config, data=dataclasses.replace(config.data, packing=packing))
-        # read now: a wrong path is not to come to light after training
         if config.evaluate.prompts and nodes.leads:
-            tokenizer = load_tokenizer(self._path(config.target.model))
-            prompts = self._path(config.evaluate.prompts)
-            arguments = dataset.meta.get("template_arguments")  # the mode that the drafter is trained in
-            self._prompts = read_prompts(prompts, tokenizer, config.evaluate.count, arguments)
+            self._read_prompts(config, dataset)
         settings = checkpoint.settings(config, fingerprint(dataset), sum(by_node))
-        train = config.train
-        nodes.require_same(
-            {
-                **settings,
-                "train.log_every": train.log_every,
-                "train.checkpoint_every": train.checkpoint_every,
-                "version of torch": torch.__version__,
-            }
-        )
-        source = steps.index(self._done)  # the newest, wherever it is: ranks may change between restarts
+        rhythm = {f"train.{key}": getattr(config.train, key) for key in ("log_every", "checkpoint_every")}
+        nodes.require_same({**settings, **rhythm, "version of torch": torch.__version__})
         if found is not None and nodes.rank == source:
             checkpoint.refuse_differences(found, settings)
         start, nonfinite = self._start(found, source)
@@ -206,6 +195,13 @@ class Run:
         size = memory.TargetSize.of(load_config(self._path(config.target.model)))
         predictions = memory.look_ahead(plan, size, self._crew.events)
         self._train(plan, predictions, start, settings, nonfinite)
+
+    def _read_prompts(self, config: Config, dataset: Dataset) -> None:
+        """Before training: a wrong path is not to come to light after it."""
+        tokenizer = load_tokenizer(self._path(config.target.model))
+        prompts = self._path(config.evaluate.prompts)
+        arguments = dataset.meta.get("template_arguments")  # the mode that the drafter is trained in
+        self._prompts = read_prompts(prompts, tokenizer, config.evaluate.count, arguments)
 
     def _start(self, found: Checkpoint | None, source: int) -> tuple[Start, int]:
         """Where all replicas begin, and the non-finite steps before: by the checkpoint that node `source` has found."""

@@ -67,8 +67,10 @@ class Nodes:
         self._hosts: list[str] = []
         self._gradients: Any = None  # the group that sums gradients; None: the default one, gloo
         self._store: Any = None
+        self._holds_store = False
         self._joined = False
         self._aborted = False
+        self._pending = 0  # calls that wait for others
         self._changed = threading.Condition()
 
     @classmethod
@@ -84,6 +86,7 @@ class Nodes:
                 f"WORLD_SIZE is {size} and {', '.join(missing)} not set: start each node by torchrun, or set RANK, "
                 "WORLD_SIZE, MASTER_ADDR and MASTER_PORT"
             )
+        _number(environment, "MASTER_PORT")
         rank, local = _number(environment, "RANK"), _number(environment, "LOCAL_WORLD_SIZE", 1)
         if rank >= size:
             raise ConfigError(f"RANK is {rank}: with WORLD_SIZE {size} it must be 0 to {size - 1}")
@@ -117,20 +120,21 @@ class Nodes:
         if self.alone:
             return
         limit = datetime.timedelta(seconds=timeout)
+        place = (os.environ["MASTER_ADDR"], int(os.environ["MASTER_PORT"]))
 
         def meet() -> list[Any]:
-            store = next(dist.rendezvous("env://", self.rank, self.size, timeout=limit))[0]
+            self._holds_store = self.rank == 0 and os.environ.get("TORCHELASTIC_USE_AGENT_STORE") != "True"
+            store = dist.TCPStore(*place, None, self._holds_store, timeout=limit, wait_for_workers=False)
             self._store = dist.PrefixStore(self._agree_on_place(store, time.monotonic() + timeout), store)
-            place = dist.PrefixStore("gloo", self._store)
-            dist.init_process_group("gloo", store=place, rank=self.rank, world_size=self.size, timeout=limit)
+            gloo = dist.PrefixStore("gloo", self._store)
+            dist.init_process_group("gloo", store=gloo, rank=self.rank, world_size=self.size, timeout=limit)
             return _gather((platform.node(), cuda), self.size)
 
         try:
             found = self._call(meet)
         except NodeLost as error:
-            where = ":".join(os.environ.get(name, "") for name in ("MASTER_ADDR", "MASTER_PORT"))
             raise NodeLost(
-                f"the {self.size} nodes did not meet at {where}: {_gist(error.__cause__)}; start all of them, and "
+                f"the {self.size} nodes did not meet at {place[0]}:{place[1]}: {_gist(error.__cause__)}; start all of them, and "
                 f"check that address, the firewall, and GLOO_SOCKET_IFNAME (the network between them)"
             ) from error
         self._joined = True
@@ -191,9 +195,13 @@ class Nodes:
 
     def leave(self, code: int) -> None:
         """End the process, unless the nodes have parted by `close`: what gloo still waits for can't be called off."""
-        if self._joined:
-            if self.rank == 0 and not self.elastic:
-                time.sleep(LINGER_SECONDS)  # the store ends with this process
+        if self._joined or self._pending or dist.is_initialized():
+            if (
+                self._holds_store and self._joined
+            ):  # which ends with this process: the others are to notice before that
+                if not self._pending:
+                    dist.destroy_process_group()
+                time.sleep(LINGER_SECONDS)
             sys.stdout.flush()
             sys.stderr.flush()
             os._exit(code)
@@ -285,11 +293,13 @@ class Nodes:
             except Exception as error:
                 result = (None, error)
             with self._changed:
+                self._pending -= 1
                 outcome.append(result)
                 self._changed.notify_all()
 
-        threading.Thread(target=run, name="nodes", daemon=True).start()
         with self._changed:
+            self._pending += 1
+            threading.Thread(target=run, name="nodes", daemon=True).start()
             self._changed.wait_for(lambda: outcome or self._aborted)
             if self._aborted:
                 raise Stopped
@@ -347,9 +357,7 @@ def _number(environment: Mapping[str, str], name: str, default: int | None = Non
     if not text and default is not None:
         return default
     if not text.isdigit() or (name != "RANK" and int(text) == 0):
-        raise ConfigError(
-            f"{name} is {text!r} in the environment, and must be a number of processes or nodes"
-        )
+        raise ConfigError(f"{name} is {text!r} in the environment, and must be a number")
     return int(text)
 
 

@@ -43,7 +43,7 @@ class Process:
     def err(self) -> str:
         return self._files[1].read_text()
 
-    def end(self, timeout: float = 60) -> int:
+    def end(self, timeout: float = 170) -> int:
         """Wait for its end: the exit code, negative for a signal. None is left running."""
         self._process.join(timeout)
         code = self._process.exitcode

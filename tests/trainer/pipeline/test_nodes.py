@@ -55,6 +55,7 @@ WORLD = {"RANK": "1", "WORLD_SIZE": "2", "MASTER_ADDR": "h", "MASTER_PORT": "1",
     [
         ({"MASTER_ADDR": "", "RANK": ""}, "WORLD_SIZE is 2 and RANK, MASTER_ADDR not set"),
         ({"WORLD_SIZE": "two"}, "WORLD_SIZE is 'two'"),
+        ({"MASTER_PORT": "http"}, "MASTER_PORT is 'http'"),
         ({"RANK": "-1"}, "RANK is '-1'"),
         ({"RANK": "2"}, "RANK is 2: with WORLD_SIZE 2 it must be 0 to 1"),
         ({"LOCAL_WORLD_SIZE": "4"}, "--nproc-per-node 1"),
@@ -69,23 +70,26 @@ def test_variables_that_make_no_sense_are_named(changed: dict[str, str], message
 LENGTH = 237
 
 
-def _average(course: Course, first: int, size: int, others: Nodes | None = None) -> list[list[Average]]:
+def _average(
+    course: Course, first: int, size: int, others: Nodes | None = None, device: torch.device = CPU.torch
+) -> list[list[Average]]:
     """What each of `size` drafters, of which the first is number `first` of all, gets at each step."""
     joint = Exchange(size, course.decide, others)
     results: list[list[Average]] = [[] for _ in range(size)]
 
     def work(index: int) -> None:
-        step, number = 0, first + index
+        step, number, place = 0, first + index, Device(device)
         while step < course.last:
             step += 1
             if (step, number) == (3, 3):
                 course.request_stop()
             generator = torch.Generator().manual_seed(100 * step + number)
             gradient = torch.randn(LENGTH, generator=generator) * 10 ** (number - 3)
-            share = Share(
-                gradient, torch.tensor([number, step * 1.0]), torch.tensor(number + 1.0), CPU.mark()
-            )
-            results[index].append(joint.average(index, CPU, step, share, torch.empty(LENGTH)))
+            with place.entered():
+                brought = (gradient, torch.tensor([number, step * 1.0]), torch.tensor(number + 1.0))
+                share = Share(*(tensor.to(device) for tensor in brought), place.mark())
+                average = joint.average(index, place, step, share, torch.empty(LENGTH, device=device))
+                results[index].append(Average(*(tensor.cpu() for tensor in average)))
 
     threads = [threading.Thread(target=work, args=(index,)) for index in range(size)]
     for thread in threads:
@@ -115,6 +119,23 @@ def test_three_nodes_average_what_one_with_all_drafters_would(tmp_path: Path) ->
     """3 x 2 drafters over gloo, in chunks with a rest: to the last bit the average of one exchange of 6. A stop is agreed
     on; tensors are copied from any node."""
     for process in _start(tmp_path, 3, _three):
+        assert process.end() == 0, process.err
+
+
+def _two_by_nccl(mine: Nodes) -> None:
+    exchange.CHUNK = nodes.CHUNK = 64
+    mine.join(60, cuda=True)
+    want = _average(Course(3), 0, 4)[0]
+    for got in _average(Course(9, mine.any), 2 * mine.rank, 2, mine, torch.device("cuda", mine.rank)):
+        for ours, one in zip(got, want, strict=True):
+            assert all(map(torch.equal, ours, one))
+    mine.close()
+
+
+@pytest.mark.gpu
+@pytest.mark.skipif(torch.cuda.device_count() < 2, reason="needs two CUDA devices")
+def test_the_same_bits_by_nccl_as_on_the_cpu(tmp_path: Path) -> None:
+    for process in _start(tmp_path, 2, _two_by_nccl):
         assert process.end() == 0, process.err
 
 

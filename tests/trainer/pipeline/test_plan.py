@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import dataclasses
 from types import SimpleNamespace
 from typing import Any
 
@@ -31,6 +32,25 @@ def test_every_batch_left_has_one_target(targets: int, drafters: int, first: int
     assert sorted(k for r in of for k in r) == list(range(first * drafters, (first + more) * drafters))
 
 
+@given(
+    st.lists(st.integers(1, 4), min_size=1, max_size=4),
+    st.integers(1, 3),
+    st.integers(0, 5),
+    st.integers(0, 6),
+)
+def test_nodes_share_the_batches_of_a_step(by_node: list[int], targets: int, first: int, more: int) -> None:
+    """However drafters are spread over nodes, drafter number d of all gets the batches k with k mod D = d, in order."""
+    total, got = sum(by_node), []
+    rows: Any = SimpleNamespace(batches_per_epoch=10, batch=lambda k: k, seed=7)
+    for node, drafters in enumerate(by_node):
+        plan = _plan(targets, drafters, first, first + more)
+        plan = dataclasses.replace(plan, batches=rows, node=node, drafters_by_node=tuple(by_node))
+        assert (plan.all_drafters, plan.epoch(first), plan.own_batches.seed) == (total, first * total / 10, 7)
+        mine = sorted(k for target in range(targets) for k in plan.batches_of(target))
+        got += [[plan.own_batches.batch(k) for k in mine if k % drafters == d] for d in range(drafters)]
+    assert got == [list(range(first * total + d, (first + more) * total, total)) for d in range(total)]
+
+
 def test_epochs_and_blocks() -> None:
     plan = _plan(1, 2, 0, 50)
     assert plan.epoch(15) == 3.0
@@ -50,8 +70,19 @@ def test_steps_are_configured_or_whole_steps_of_the_epochs(
 def test_a_run_ends_at_its_last_step_or_where_it_is_asked() -> None:
     course = Course(10)
     course.decide(3)
-    assert course.last == 10
+    assert (course.last, course.stopped) == (10, False)
     course.request_stop()
     course.decide(4)
     course.decide(5)
-    assert course.last == 4
+    assert (course.last, course.stopped) == (4, True)
+
+
+def test_a_run_ends_where_any_node_is_asked() -> None:
+    asked: list[bool] = []
+    course = Course(10, lambda here: asked.append(here) or len(asked) == 3)
+    course.decide(1)
+    course.request_stop()  # as yet the others do not know
+    course.decide(2)
+    assert (course.last, course.stopped) == (10, False)
+    course.decide(3)
+    assert (course.last, course.stopped, asked) == (3, True, [False, True, True])
