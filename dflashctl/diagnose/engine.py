@@ -307,7 +307,7 @@ class _Case:
         if root.cls not in ("user-exception", "no-nvidia-driver") or not _GPU_WORDS.search(root.text):
             return root
         hints = [f for f in self.findings if f.kind == "hint" and f.file == root.file and f.line < root.line]
-        if not hints:
+        if not hints or hints[-1].cls == root.cls:
             return root
         self._note(root, f"the warning in line {hints[-1].line} explains it")
         return hints[-1]

@@ -21,7 +21,8 @@ _PREFIX = re.compile(
     r"|(?P<compose>[\w.-]{1,60}-\d+)\s+\| "  # docker compose
     r"|[A-Z][a-z]{2} [ \d]\d \d\d:\d\d:\d\d(?:\.\d+)? [\w.-]{1,64} (?P<journal>[\w./@-]{1,40}(?:\[\d+\])?): "  # syslog
     r"|\d{4}-\d\d-\d\dT\d\d:\d\d:\d\d\.\d+(?:Z|[+-]\d\d:\d\d) (?:(?P<cri>std(?:out|err)) [FP] )?"  # kubelet, docker -t
-    r"|(?P<host>(?=[\w.-]{0,63}\d)[\w.-]{1,64}): (?=Traceback \(most|  File \"|    \S|[\w.]*(?:Error|Exception)\b)"  # pdsh
+    # pdsh
+    r"|(?P<host>(?=[\w.-]{0,63}\d)[\w.-]{1,64}): (?=Traceback \(most|  File \"|    \S|\[rank\d|[\w.]*(?:Error|Exception)\b)"
     r"|\[?(?:\d{4}-\d\d-\d\d[T ]|\d\d/\d\d/\d\d \w{0,2}|)\d\d:\d\d:\d\d(?:[.,]\d+)?\]? +(?=Traceback \(most|  File \"|\w+Error\b)"
     r"|(?P<process>\w+\[\d+\]): (?=Traceback \(most|  File \"|    \S|\w+Error\b)"
     r")"

@@ -1,0 +1,47 @@
+"""Logs that were written, with their right diagnosis, before the engine had seen them: how it does on what it does not know."""
+
+from __future__ import annotations
+
+import pytest
+
+from dflashctl.diagnose import Diagnosis, diagnose
+from dflashctl.diagnose import signatures as sig
+from tests.diagnose import blind
+
+SETS = ("first", "second", "third")
+ALARMS = ("failed", "stopped", "stalled", "degraded")
+
+
+@pytest.fixture(scope="module")
+def found() -> list[tuple[blind.Case, Diagnosis]]:
+    cases = [case for name in SETS for case in blind.load(name)]
+    assert len({case.name for case in cases}) == len(cases) > 350
+    return [(case, diagnose(case.log.split(b"\n"), case.facts)) for case in cases]
+
+
+def test_no_benign_log_raises_an_alarm(found: list[tuple[blind.Case, Diagnosis]]) -> None:
+    benign = [(case, d) for case, d in found if case.class_ is None]
+    assert len(benign) > 90
+    assert [(case.name, d.class_, d.root) for case, d in benign if d.verdict in ALARMS or d.class_] == []
+
+
+def test_the_achieved_level_is_held(found: list[tuple[blind.Case, Diagnosis]]) -> None:
+    wrong = {
+        "class": [(c.name, c.class_, d.class_) for c, d in found if d.class_ != c.class_],
+        "root": [(c.name, c.lines, d.root) for c, d in found if (d.root.line if d.root else 0) not in (c.lines or (0,))],
+        "verdict": [(c.name, c.verdicts, d.verdict) for c, d in found if d.verdict not in c.verdicts],
+    }  # fmt: skip
+    assert {what: names for what, names in wrong.items() if len(names) > 0.01 * len(found)} == {}
+
+
+def test_every_class_is_there_twice(found: list[tuple[blind.Case, Diagnosis]]) -> None:
+    counts = {name: sum(case.class_ == name for case, _ in found) for name in sig.load().by_name}
+    once = {name for name, n in counts.items() if n < 2}
+    assert once <= {"killed"}  # told by facts alone
+
+
+def test_ordinary_steps_pass_the_prefilter() -> None:
+    """A literal that ordinary steps hold would send every line of a log through every regex."""
+    for style in ("plain", "hf", "ds", "titan", "log", "short"):
+        (case,) = blind.parse(f"=== x | - | healthy | none\n@steps {style} 0 1\n")
+        assert not sig.load().may_match(case.log.decode()), style
