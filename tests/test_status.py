@@ -407,6 +407,16 @@ def test_a_failed_worker_in_a_live_process(age, words):
     assert verdict.advice.startswith("dflashctl stop") is (age > 15)
 
 
+def test_lines_that_could_not_be_numbered_are_said_to_be_counted_from_the_tail():
+    numbered = judge(snap("failed"))
+    assert numbered.diagnosis.root is not None
+    assert not any("counted from the last" in note for note in numbered.notes)
+    made = snap("failed")
+    made["log"].pop("first_line", None)
+    n = len(made["log"]["lines"])
+    assert any(f"counted from the last {n} on" in note for note in judge(made).notes)
+
+
 def test_what_the_trainer_reports_stands_where_the_log_shows_nothing_known():
     made = snap("warming")
     said = "the tokenizer can't be read: no such folder\n  /models/none\n  fix: give --tokenizer the target"

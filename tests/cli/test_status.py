@@ -76,13 +76,11 @@ try:
     inner()
 except KeyError:
     traceback.print_exc()
-for n in range(6000): print("peer", n, "has not come", flush=False)
+for n in range(6000): print("peer", n, "has not come")
 os._exit(1)
 """,
     )
-    started(
-        "far", script.replace("def inner():", "sys.stdout.reconfigure(line_buffering=False)\ndef inner():")
-    )
+    started("far", script)
     runner.ended("far")
     found = json.loads(cli("status", "far", "--json").stdout)["diagnosis"]
     log = (runner.run_dir("far") / "run.log").read_text().splitlines()
