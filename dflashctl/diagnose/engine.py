@@ -94,6 +94,7 @@ class _Case:
         self.facts = facts
         self.signatures = signatures
         self.fired: list[str] = []
+        self.why = ""  # the root won
         self.code = self._code()
         self.alive = facts.get("process_alive")
         self.torch = next((s.torch for s in scanners if s.torch), "")
@@ -284,6 +285,14 @@ class _Case:
             ranked.sort(key=lambda f: f.cls != "cgroup-oom")
         for f in ranked[1:]:
             self._note(f, f"a consequence or weaker evidence than line {ranked[0].line}")
+        equals = sum(self._weight(f)[0] == self._weight(ranked[0])[0] for f in ranked)
+        self.why = (
+            f", the earliest of {equals} of its weight"
+            if equals > 1
+            else f", it outweighs {'the other' if len(ranked) == 2 else 'all others'}"
+            if len(ranked) > 1
+            else ", nothing else counts"
+        )
         return self._hinted(ranked[0])
 
     def _by_clock(self, equals: list[Finding]) -> Finding:
@@ -336,6 +345,7 @@ class _Case:
         return isinstance(free, (int, float)) and free < DISK_FULL
 
     def _by_code(self, cls: str) -> Finding:
+        self.why = ", by the exit record and the facts"
         for f in self.findings:
             if cls == "unknown" and not f.survived:
                 return Finding("unknown", 9, "root", f.line, f.text, f.line, "line", f.rank, file=f.file)
@@ -375,7 +385,7 @@ class _Case:
         later = [o for o in others if o is not f and (o.file != f.file or o.line > f.line)]
         if confidence is None:
             confidence = "likely" if _unsure(f) else "certain"
-        self.fired.append(f"line {f.line}: {f.cls} (tier {f.tier}, {f.kind}): the root")
+        self.fired.append(f"line {f.line}: {f.cls} (tier {f.tier}, {f.kind}): the root{self.why}")
         return Diagnosis(
             verdict,
             s.class_ if s else f.cls,

@@ -20,7 +20,8 @@ def screen(answer: Mapping[str, Any], terminal: Terminal) -> list[str]:
     threads = sum(len(g.members) for g in found)
     out = [
         "",
-        f"stacks    {threads} threads in {len(found)} group{'s' if len(found) != 1 else ''} of equal ones",
+        f"stacks    {threads} thread{'s' if threads != 1 else ''} in {len(found)} "
+        f"group{'s' if len(found) != 1 else ''} of equal ones",
     ]
     for group in found:
         names = [member.who for member in group.members[:NAMES]]

@@ -1,15 +1,20 @@
-"""Failures of a real GPU, each in a process of its own whose log is diagnosed."""
+"""Failures of a real GPU, each in a run of its own that `dflashctl status` is asked for."""
 
 from __future__ import annotations
 
-import subprocess
+import contextlib
+import io
+import json
 import sys
 from pathlib import Path
+from typing import Any
 
 import pytest
 
-from dflashctl.diagnose import Diagnosis
-from dflashctl.diagnose.evidence import diagnose_paths
+from dflashctl.cli import app
+from tests.running import Runner, runner
+
+__all__ = ["runner"]
 
 torch = pytest.importorskip("torch")
 pytestmark = [
@@ -39,28 +44,50 @@ far[(1,)](torch.zeros(1, device="cuda"))
 torch.cuda.synchronize()
 """
 TREES = """
-import threading, torch
+import sys, threading, torch
+ended = []
 step = torch.compile(lambda x: (x * 2).relu(), mode="reduce-overhead")
 def work():
     for _ in range(4):
         step(torch.ones(64, 64, device="cuda"))
         torch.cuda.synchronize()
+    ended.append(threading.current_thread().name)
 work()
 thread = threading.Thread(target=work, name="drafter-1")
 thread.start(); thread.join()
+sys.exit(0 if len(ended) == 2 else "a worker is gone")
 """
 
 
-def diagnosed(folder: Path, script: str) -> Diagnosis:
-    """The diagnosis of that script's output. A script needs a file: triton reads its kernels' source."""
-    program, log = folder / "program.py", folder / "run.log"
+def status(runner: Runner, folder: Path, script: str) -> tuple[int, dict[str, Any]]:
+    """(exit code, JSON) of `dflashctl status` once that script has ended. It needs a file: triton reads its kernels' source."""
+    program, hosts = folder / "program.py", folder / "hosts.toml"
     program.write_text(script)
-    with log.open("wb") as out:
-        done = subprocess.run(
-            [sys.executable, "-u", str(program)], stdout=out, stderr=out, timeout=150, check=False
+    hosts.write_text(
+        f'[hosts.here]\nkind = "local"\nworkspace = "{runner.workspace}"\npython = "{sys.executable}"\n'
+    )
+    with runner.session() as session:
+        session.call(
+            "start",
+            run_id="fails",
+            manifest={"schema": 1, "name": "fails", "devices": {"targets": ["cuda:0"], "drafters": []}},
+            config_toml="",
+            argv=[sys.executable, "-u", str(program)],
+            environment={},
+            grace=1.0,
         )
-    print(log.read_text(errors="replace"))
-    return diagnose_paths([log], {"process_alive": False, "exit_code": done.returncode or 1})
+    runner.ended("fails", 150)
+    print((runner.run_dir("fails") / "run.log").read_text(errors="replace"))
+    out = io.StringIO()
+    with contextlib.redirect_stdout(out):
+        code = app.run(["status", "fails", "--json", "--host", "here", "--hosts", str(hosts)])
+    return code, json.loads(out.getvalue())
+
+
+@pytest.fixture
+def home(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> Path:
+    monkeypatch.setenv("XDG_STATE_HOME", str(tmp_path / "state"))
+    return tmp_path
 
 
 @pytest.mark.parametrize(
@@ -68,13 +95,15 @@ def diagnosed(folder: Path, script: str) -> Diagnosis:
     [(OOM, "cuda-oom"), (ASSERT, "cuda-device-assert"), (ILLEGAL, "cuda-illegal-memory-access")],
     ids=["oom", "assert", "illegal"],
 )
-def test_a_gpu_failure(tmp_path: Path, script: str, class_: str) -> None:
-    found = diagnosed(tmp_path, script)
-    assert (found.class_, found.verdict) == (class_, "failed")
-    assert found.root is not None
+def test_a_gpu_failure(runner: Runner, home: Path, script: str, class_: str) -> None:
+    code, answer = status(runner, home, script)
+    found = answer["diagnosis"]
+    assert (code, answer["state"], found["class"]) == (3, "failed", class_)
+    log = (runner.run_dir("fails") / "run.log").read_text(errors="replace").splitlines()
+    assert log[found["root"]["line"] - 1].strip() == found["root"]["text"].strip()
 
 
 @pytest.mark.skipif(RELEASE >= (2, 13), reason="torch 2.13 makes the state in every thread")
-def test_cudagraph_trees_in_another_thread(tmp_path: Path) -> None:
-    found = diagnosed(tmp_path, TREES)
-    assert (found.class_, found.verdict) == ("cudagraph-tls-thread", "failed")
+def test_cudagraph_trees_in_another_thread(runner: Runner, home: Path) -> None:
+    code, answer = status(runner, home, TREES)
+    assert (code, answer["state"], answer["diagnosis"]["class"]) == (3, "failed", "cudagraph-tls-thread")
