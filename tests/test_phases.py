@@ -29,6 +29,18 @@ def test_one_rung_is_under_way_and_those_above_are_done():
     }
 
 
+@pytest.mark.parametrize(
+    ("event", "says"),
+    [({"buckets": [{}, {}], "padding": 0.031}, "2 buckets, 3.1 % padding"),
+     ({"buckets": [{}], "padding": 0.007, "packed": True}, "packed, 0.7 % padding")],
+)  # fmt: skip
+def test_packed_rows_are_no_buckets(event, says):
+    made = json.loads(json.dumps(MADE))
+    made["events"]["phases"]["buckets"] = {"t": 1.0, "event": "buckets", **event}
+    (rung,) = (rung for rung in ladder(Snapshot.parse(made)) if rung.name == "buckets")
+    assert rung.detail == says
+
+
 @pytest.mark.parametrize("lost", [("dataset",), ("buckets",), ("dataset", "buckets")])
 def test_a_rung_whose_event_was_lost_is_done_when_a_later_one_is_reached(lost):
     assert rungs(*lost) == rungs()

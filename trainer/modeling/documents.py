@@ -36,7 +36,7 @@ def dense_documents(starts: Tensor) -> Tensor:
 
 def document_tiles(starts: Tensor) -> BlockMask:
     """Flex attention's tiles of the mask, from the first and the last start in each tile of queries; no square is formed
-    and nothing is sorted (why: `attention.block_mask`). For forward passes: tiles are not listed by key."""
+    and nothing is sorted (why: `attention.block_mask`)."""
     b, s = starts.shape
     tiles = -(-s // TILE)
     # queries behind the end repeat the last one
@@ -46,14 +46,13 @@ def document_tiles(starts: Tensor) -> BlockMask:
     column = torch.arange(tiles, device=starts.device)
     seen = (column <= row) & (first < (column + 1) * TILE)
     full = (column < row) & (last <= column * TILE) & ((row + 1) * TILE <= s)
+    part = seen & ~full
     return BlockMask(
         (s, s),
-        *in_order(seen & ~full),
+        *in_order(part),
         *in_order(full),
-        q_num_blocks=None,
-        q_indices=None,
-        full_q_num_blocks=None,
-        full_q_indices=None,
+        *in_order(part.transpose(1, 2)),
+        *in_order(full.transpose(1, 2)),
         BLOCK_SIZE=(TILE, TILE),
         mask_mod=document_mod(starts),
     )

@@ -41,6 +41,27 @@ def write(folder: Path, data, **commit) -> Path:
         return writer.commit(META, **commit)
 
 
+@settings(max_examples=60, deadline=None)
+@given(rows(), st.integers(1, 22), st.integers(0, 3))
+def test_candidates_are_labels_with_a_label_behind(tmp_path_factory, data, max_length, every):
+    """Spans may touch: with `every`, each is written in pieces of so many tokens."""
+    with pytest.MonkeyPatch.context() as patch:
+        patch.setattr(module, "BATCH_TOKENS", 25)
+        folder = tmp_path_factory.mktemp("d") / "out"
+        with DatasetWriter(folder) as writer:
+            for ids, mask in data:
+                pieces = [
+                    (begin, min(begin + (every or len(ids)), end))
+                    for start, end in spans_of(mask).tolist()
+                    for begin in range(start, end, every or len(ids))
+                ]
+                writer.add(ids, np.array(pieces, np.int32).reshape(-1, 2))
+            writer.commit(META)
+        counted = Dataset.open(folder).candidates(max_length)
+    cut = [mask[:max_length] for _, mask in data]
+    assert counted.tolist() == [int((mask[:-1] & mask[1:]).sum()) for mask in cut]
+
+
 def two_rows():
     ids = np.arange(4, dtype=np.int32)
     return [(ids, ids > 1), (ids[:3], ids[:3] > 0)]

@@ -166,6 +166,7 @@ def test_the_command(tmp_path, tokenizer, capsys):
     assert "Loaded dataset: 3 samples\n" in printed
     assert "Batch buckets: 3 (16..64), padding " in printed
     assert "1 samples  padding" in printed
+    assert "Packed: 2 rows of 64 tokens, 1.5 samples each, padding " in printed
     assert "Cut to 64 tokens: 1 rows" in printed
     assert "Rejected: 7 rows (not JSON 4, " in printed
     assert f"{file}:4: not JSON: " in printed

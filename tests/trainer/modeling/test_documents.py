@@ -35,6 +35,8 @@ def packed(rows: list[list[int]], size: int) -> tuple[Tensor, Tensor]:
 
 
 STARTS, LENGTHS = packed(ROWS, S)
+TILES = ("kv_num_blocks", "kv_indices", "full_kv_num_blocks", "full_kv_indices")
+TILES += ("q_num_blocks", "q_indices", "full_q_num_blocks", "full_q_indices")
 
 
 @pytest.fixture
@@ -69,7 +71,7 @@ def test_tiles_are_pytorchs_and_the_mask_is_the_double_loop(data: st.DataObject)
     starts, _ = packed(rows, size)
     ours = documents.document_tiles(starts)
     theirs = create_block_mask(documents.document_mod(starts), len(rows), None, size, size, device="cpu")
-    for name in ("kv_num_blocks", "kv_indices", "full_kv_num_blocks", "full_kv_indices"):
+    for name in TILES:
         got = getattr(ours, name)
         assert got.dtype == torch.int32, name
         assert got.is_contiguous(), name
