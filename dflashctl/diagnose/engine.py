@@ -18,7 +18,7 @@ from collections.abc import Iterable, Mapping, Sequence
 from dataclasses import replace
 from typing import Any
 
-from dflashctl.diagnose import gpus
+from dflashctl.diagnose import gpus, wording
 from dflashctl.diagnose import signatures as sig
 from dflashctl.diagnose.model import STOPPED_BY_US, Confidence, Diagnosis, Place, VerdictName
 from dflashctl.diagnose.scanner import Scanner
@@ -269,7 +269,8 @@ class _Case:
     def _outlived(self, f: Finding) -> bool:
         """In a run that has ended: whether it went on long enough after the error; longer where a rank itself had ended."""
         if f.tier == 2:
-            return f.steps >= RESTARTED_STEPS and self.signatures.by_name[f.cls].group != "driver"
+            lost = self.signatures.by_name[f.cls].group == "driver" and not self._plain_error_after(f)
+            return f.steps >= RESTARTED_STEPS and not lost
         final = f.top_level and f.rank is not None
         return f.steps >= (RESTARTED_STEPS if final else SURVIVED_STEPS) and f.tier > 2
 
@@ -327,6 +328,8 @@ class _Case:
             tier = 2
         if f.cls == "host-oom-kill" and "exitcode" in f.text and self._explained(f):
             tier = 5  # a launcher's -9 after a Python error is its own kill
+        if f.cls == "preempted-sigterm" and not f.weak and self._follows_error(f):
+            tier = 5  # it was ended because of that error
         if f.weak:
             tier += 3.5
         if f.survived:
@@ -334,15 +337,32 @@ class _Case:
         return tier, f.order, f.line
 
     def _explained(self, f: Finding) -> bool:
-        return any(
-            o.kind == "exception" and o.role == "root" and not o.weak and o.line < f.line
-            for o in self.findings
-        )
+        return any(_is_cause(o) and o.line < f.line for o in self.findings)
 
     def _disk_full(self) -> bool:
         """Whether nothing more could be written where the log is: the error itself may be what was not."""
         free = self.facts.get("disk_free_bytes")
         return isinstance(free, (int, float)) and free < DISK_FULL
+
+    def _follows_error(self, f: Finding) -> bool:
+        """Whether a signal came to a run in which an error had ended a rank before, unannounced by an earlier signal."""
+        before = [o for o in self.findings if o.file == f.file and o.line < f.line]
+        signalled = min((o.line for o in before if o.cls == f.cls), default=f.line)
+        return any(
+            _is_cause(o) and o.line < signalled and f.progress_at - o.progress_at < SURVIVED_STEPS
+            for o in before
+        )
+
+    def _plain_error_after(self, f: Finding) -> bool:
+        """Whether an error that does not speak of GPUs stands later in the same log."""
+        return any(
+            _is_cause(o)
+            and o.cls == "user-exception"
+            and o.file == f.file
+            and o.line > f.line
+            and not _GPU_WORDS.search(o.text)
+            for o in self.findings
+        )
 
     def _by_code(self, cls: str) -> Finding:
         self.why = ", by the exit record and the facts"
@@ -380,7 +400,7 @@ class _Case:
         if f is None:
             return Diagnosis(verdict, confidence=confidence or "certain", fired=tuple(self.fired))
         s = self.signatures.by_name.get(f.cls)
-        values = _Values(f, self.torch)
+        values = wording.Values(f, self.torch)
         title = s.title if s else "the cause is not known; the first anomaly is shown"
         later = [o for o in others if o is not f and (o.file != f.file or o.line > f.line)]
         if confidence is None:
@@ -391,7 +411,7 @@ class _Case:
             s.class_ if s else f.cls,
             confidence,
             title.format_map(values),
-            _where(f, self.facts.get("gpu_pci")),
+            wording.where(f, self.facts.get("gpu_pci")),
             Place(f.file, f.line, f.text) if f.line else None,  # an empty log has no line to show
             tuple(
                 Place(f.file, line, text)
@@ -412,43 +432,10 @@ def _dead_thread(f: Finding) -> Finding:
     return Finding("thread-died", 4, "root", f.start, text, f.start, "thread", f.rank, f.thread, file=f.file)
 
 
+def _is_cause(f: Finding) -> bool:
+    """Whether it is an exception that may be a root, of which the log does not say that it was survived."""
+    return f.kind == "exception" and f.role == "root" and not (f.weak or f.survived)
+
+
 def _unsure(f: Finding) -> bool:
     return f.weak or f.kind in ("exit", "epilogue") or f.role == "cascade"
-
-
-class _Values(dict[str, str]):
-    """Captures for titles and advice; a capture that is absent reads as the general word."""
-
-    def __init__(self, f: Finding, torch: str) -> None:
-        super().__init__(f.captures)
-        self["thread"] = f.thread
-        if f.rank is not None:
-            self.setdefault("rank", str(f.rank))
-        self["text"] = f.text.strip()[:160]
-        self["torch"] = torch or "unknown"
-        if "tried" in self:
-            self["tried"] = f": {self['tried']} more were asked for"
-
-    def __missing__(self, key: str) -> str:
-        return {"gpu": "memory", "tried": "", "module": "see the line", "python": "python"}.get(key, "")
-
-
-def _where(f: Finding, buses: Any) -> str:
-    """Worker, rank, thread and GPU. buses: PCI address of each GPU, in the order of their indices."""
-    parts = []
-    if f.rank is not None:
-        parts.append(f"rank {f.rank}")
-    if f.thread:
-        parts.append(f"thread {f.thread}")
-    if "gpu" in f.captures:
-        parts.append(f"GPU {f.captures['gpu']}")
-    if "pci" in f.captures:
-        at = _slot(f.captures["pci"])
-        known = [_slot(str(bus)) for bus in buses] if isinstance(buses, (list, tuple)) else []
-        parts.append(f"GPU {known.index(at)} (PCI {at})" if at in known else f"the GPU at PCI {at}")
-    return ", ".join(parts)
-
-
-def _slot(address: str) -> str:
-    """`41:00` of `PCI:0000:41:00` or `00000000:41:00.0`."""
-    return ":".join(address.strip().lower().split(".")[0].split(":")[-2:])

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import json
 import re
 from dataclasses import dataclass
 from datetime import datetime, timezone
@@ -97,7 +98,19 @@ def plain(raw: bytes) -> str:
         # frames of a progress bar: the last one with text is what a terminal would show
         frames = [f for f in text.split("\r") if f.strip()]
         text = frames[-1] if frames else ""
+    if text.startswith('{"log":"'):
+        text = _unwrapped(text)
     return text.replace("\x00", "")
+
+
+def _unwrapped(text: str) -> str:
+    """The line that docker's json-file driver has put into a JSON object."""
+    try:
+        inner = json.loads(text)
+    except (ValueError, RecursionError):
+        return text
+    log = inner.get("log")
+    return log.rstrip("\r\n") if isinstance(log, str) and "stream" in inner else text
 
 
 def parse(number: int, raw: bytes) -> Line:
