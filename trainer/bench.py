@@ -3,7 +3,8 @@
 Random weights and data, one device, one step after another: target forward, drafter forward, loss, backward, update. The
 plain twin (`plain`) does what a straightforward trainer does: the target with its head, a dense mask, all logits at once,
 autograd, PyTorch's default optimizer. The others are this trainer's own parts: `eager`, `compiled`, and `graphs` (compiled,
-then captured as CUDA graphs, as `runtime.cuda_graphs = "explicit"` does).
+then captured as CUDA graphs, as `runtime.cuda_graphs = "explicit"` does), `fp8` (the same with
+the target in 8 bits, as `runtime.fp8_target` does).
 """
 
 from __future__ import annotations
@@ -27,7 +28,6 @@ import torch
 
 from trainer import memory
 from trainer.config import RuntimeConfig
-from trainer.modeling import attention
 from trainer.modeling.target import Target
 from trainer.options import at_least
 from trainer.runtime import cache, devices, graphs
@@ -148,22 +148,6 @@ def matmul_limit(device: torch.device) -> float:
     return 2 * size**3 / statistics.median(times) / 1e9
 
 
-def mask_ms(bench: Bench) -> float:
-    """Median milliseconds that the mask of one batch takes by itself, uncompiled; it is made once a step, in `draft`."""
-    clock, batch, times = Clock(bench.device.torch), bench.batch, []
-    for n in range(8):
-        begin = clock.now()
-        starts = batch.starts.gather(1, batch.anchors)
-        attention.anchor_mask(
-            batch.anchors, batch.valid, bench.work.block, bench.work.sequence, batch.lengths, starts
-        )
-        end = clock.now()
-        clock.wait()
-        if n >= 2:
-            times.append(clock.milliseconds(begin, end))
-    return statistics.median(times)
-
-
 def _counts(text: str) -> list[int]:
     return [at_least(1)(part) for part in text.split(",")]
 
@@ -208,7 +192,7 @@ def run(args: argparse.Namespace, more: More | None = None) -> int:
         if variant not in VARIANTS:
             print(f"error: no variant `{variant}`; there are {', '.join(VARIANTS)}", file=sys.stderr)
             return 1
-        if variant == "graphs":
+        if variant in ("graphs", "fp8"):
             graphs.wanted(RuntimeConfig(cuda_graphs="explicit"), torch_device)
     if args.anchors >= args.sequence:
         print(
@@ -232,8 +216,6 @@ def run(args: argparse.Namespace, more: More | None = None) -> int:
             bench = Bench(work, device, target)
             target = bench.target
             print(f"batch {work.batch}: made in {time.perf_counter() - began:.1f} s", flush=True)
-            if names is variants:
-                report["mask_ms"][str(work.batch)] = round(mask_ms(bench), 3)
             for variant in names:
                 result = _result(bench, variant, args, report["matmul_tflops"], more)
                 report["results"].append(result)
@@ -286,7 +268,6 @@ def _report(work: Workload, device: Device) -> dict[str, Any]:
         "transformers": transformers.__version__,
         "matmul_tflops": round(matmul_limit(device.torch), 3),
         "tflop_per_row": {name: round(value / 1e12, 4) for name, value in parts.items()},
-        "mask_ms": {},
         "results": [],
     }
     print(

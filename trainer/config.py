@@ -108,7 +108,10 @@ class RuntimeConfig:
     """How steps are executed."""
 
     compile: str = "auto"  # auto | on | off; auto: on for CUDA
-    cuda_graphs: str = "auto"  # explicit: workers capture their steps (CUDA only); auto, off: they do not
+    # auto | explicit | off; explicit: workers capture their steps; auto: where they are compiled on CUDA
+    cuda_graphs: str = "auto"
+    # the target's matrix products in 8 bits: faster, and its features noisier (docs/training.md)
+    fp8_target: bool = False
     memory: str = (
         "refuse"  # refuse | warn: what a run does that is predicted to need more than a GPU has free
     )

@@ -22,7 +22,7 @@ from trainer.workload import Workload, drafter_config, target_config
 
 RATE = 6e-4
 
-VARIANTS = ("plain", "eager", "compiled", "graphs")
+VARIANTS = ("plain", "eager", "compiled", "graphs", "fp8")
 
 
 Phases = list[tuple[str, Callable[[], object]]]
@@ -37,6 +37,7 @@ class Bench:
         self.dtype = torch.bfloat16 if device.cuda else torch.float32
         self.shape = drafter_config(work)
         self.target = target or self._make_target()
+        self._layers = self.target.plain_layers
         torch.manual_seed(0)
         self.ids = torch.randint(self.shape.vocab_size - 1, (work.batch, work.sequence), device=device.torch)
         self.batch = self._batch()
@@ -102,6 +103,9 @@ class Bench:
         forward: Callable[..., Tensor] = draft
         update_with = None
         self.target.run_layer = layer_forward
+        self.target.plain_layers = self._layers
+        if variant == "fp8":
+            self.target.plain_layers = [layer.in_fp8() for layer in self._layers]
         if variant != "eager":
             forward, update_with = compile.compiled(draft, 1), compile.compiled(adamw_, 2)
             self.target.run_layer = compile.compiled(layer_forward, 1)
@@ -136,7 +140,7 @@ class Bench:
             ("target", target), ("channel", channel), ("draft", draft_forward), ("loss", loss), ("backward", backward),
             ("optimizer", update),
         ]  # fmt: skip
-        return self.captured(phases) if variant == "graphs" else phases
+        return self.captured(phases) if variant in ("graphs", "fp8") else phases
 
     def _delivered(self, features: Tensor) -> DrafterBatch:
         """What a drafter is handed: the features as they are on one device, the rest copied from the host."""
@@ -221,10 +225,8 @@ class _dense_attention:
     """While active, the drafter's attention is the dense one on CUDA too."""
 
     def __enter__(self) -> None:
-        self._mask = attention.anchor_mask
-        attention.anchor_mask = lambda anchors, valid, block, length, lengths=None, starts=None: (  # type: ignore[assignment]
-            attention.dense_mask(anchors, valid, length, lengths, starts)
-        )
+        self._attend = attention.attend_anchors
+        attention.attend_anchors = attention.dense_attention
 
     def __exit__(self, *error: object) -> None:
-        attention.anchor_mask = self._mask
+        attention.attend_anchors = self._attend

@@ -4,6 +4,8 @@ from __future__ import annotations
 
 import dataclasses
 import itertools
+import sys
+import types
 import weakref
 from collections.abc import Callable
 from pathlib import Path
@@ -12,11 +14,11 @@ from typing import Any
 
 import pytest
 import torch
-import torch.nn.attention.flex_attention as flex
 from torch import Tensor
 from torch.utils._python_dispatch import TorchDispatchMode
 from torch.utils._pytree import tree_leaves
 
+import trainer.kernels
 from tests.trainer.pipeline.runs import arguments, events, make_dataset, make_target, write_config
 from trainer import bench, memory, train
 from trainer.config import ConfigError, parse
@@ -161,14 +163,16 @@ def test_the_height_of_a_step(work: Workload, dtype: torch.dtype) -> None:
 
 
 def test_what_a_compiled_step_keeps(monkeypatch: pytest.MonkeyPatch) -> None:
-    """Held to PyTorch's own partitioner, with Inductor's decompositions and flex attention, on the CPU."""
+    """Held to PyTorch's own partitioner, with Inductor's decompositions and a stand-in for the kernel, on the CPU."""
     from torch._dynamo.backends.common import aot_autograd
     from torch._functorch.partitioners import min_cut_rematerialization_partition
     from torch._inductor.decomposition import select_decomp_table
 
-    monkeypatch.setattr(attention, "anchor_mask", attention.block_mask)
-    # it refuses a backward on the CPU, for which there is no kernel; none is made here
-    monkeypatch.setattr(flex, "_validate_device", lambda *tensors: None)
+    monkeypatch.setattr(attention, "attend_anchors", attention.fused_attention)
+    kernels: Any = types.ModuleType("anchor_attention")
+    kernels.forward = lambda query, *rest: (torch.zeros_like(query), query.new_zeros(query.shape[:3]).float())
+    monkeypatch.setitem(sys.modules, "trainer.kernels.anchor_attention", kernels)
+    monkeypatch.setattr(trainer.kernels, "anchor_attention", kernels, raising=False)
     work = Workload("tiny", 2, 128, 32, 8, 2)
     made = Made(work, torch.bfloat16)
     backend = aot_autograd(
@@ -211,7 +215,11 @@ def test_the_height_of_a_targets_forward(work: Workload) -> None:
 def _plan(targets: int, drafters: int, colocated: bool = False, **train_section: Any) -> Plan:
     work = Workload("8B", 4, 3072, 512, 16, 5)
     config = parse(
-        {"train": {"batch_size": 4, "anchors": 512, **train_section}, "target": {"dtype": "bfloat16"}}
+        {
+            "train": {"batch_size": 4, "anchors": 512, **train_section},
+            "target": {"dtype": "bfloat16"},
+            "runtime": {"cuda_graphs": "off"},
+        }
     )
     batches: Any = SimpleNamespace(lengths=(512, 3072))
     nothing: Any = None

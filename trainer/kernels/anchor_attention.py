@@ -310,7 +310,7 @@ class Tiling:
 
 
 # By kernel: forward, queries, context keys, own keys. Measured on an H200 at d = 128 (docs/benchmarks.md).
-WIDE = (Tiling(128, 64, 8, 3), Tiling(128, 64, 8, 2), Tiling(64, 128, 8, 2), Tiling(64, 64, 4, 1))
+WIDE = (Tiling(64, 64, 4, 3), Tiling(64, 64, 4, 2), Tiling(64, 128, 8, 3), Tiling(32, 64, 4, 1))
 # Where a multiprocessor lends a program less than 160 KiB, or numbers are wider than 2 bytes.
 NARROW = (Tiling(64, 32, 4, 2), Tiling(64, 32, 4, 1), Tiling(32, 64, 4, 1), Tiling(32, 32, 4, 1))
 
@@ -335,22 +335,11 @@ def _plain(*tensors: Tensor) -> list[Tensor]:
     return [tensor if tensor.stride(-1) == 1 else tensor.contiguous() for tensor in tensors]
 
 
-@torch.library.custom_op("dflash::anchor_attention", mutates_args=())
-def anchor_attention(
+def forward(
     query: Tensor, keys: Tensor, values: Tensor, context_keys: Tensor, context_values: Tensor,
     first: Tensor, last: Tensor,
 ) -> tuple[Tensor, Tensor]:  # fmt: skip
-    """Attention under the module's mask.
-
-    Args:
-        query: `[B, A*K, H, d]`.
-        keys, values: the blocks' own, `[B, A*K, KV, d]`.
-        context_keys, context_values: `[B, S, KV, d]`.
-        first, last: the context that each block sees, int32 `[B, A]`; `last` < 0: the block sees nothing, its output is 0.
-
-    Returns:
-        `[B, A*K, H, d]`, and the base-2 logarithm of each row's sum of weights, float32 `[B, H, A*K]`.
-    """
+    """See `modeling.attention.fused`, which is this as an operation."""
     query, keys, values, context_keys, context_values = _plain(
         query, keys, values, context_keys, context_values
     )
@@ -381,21 +370,11 @@ def _constants(query: Tensor, keys: Tensor, first: Tensor, tiling: Tiling) -> di
     }
 
 
-@anchor_attention.register_fake
-def _(
-    query: Tensor, keys: Tensor, values: Tensor, context_keys: Tensor, context_values: Tensor,
-    first: Tensor, last: Tensor,
-) -> tuple[Tensor, Tensor]:  # fmt: skip
-    b, n, h, d = query.shape
-    return query.new_empty(b, n, h, d), query.new_empty(b, h, n, dtype=torch.float32)
-
-
-@torch.library.custom_op("dflash::anchor_attention_backward", mutates_args=())
-def anchor_attention_backward(
+def backward(
     gradient: Tensor, query: Tensor, keys: Tensor, values: Tensor, context_keys: Tensor, context_values: Tensor,
     first: Tensor, last: Tensor, out: Tensor, lse: Tensor,
 ) -> tuple[Tensor, Tensor, Tensor, Tensor, Tensor]:  # fmt: skip
-    """Gradients of query, keys, values, context keys and context values, from that of the output."""
+    """See `modeling.attention.fused_backward`."""
     gradient, query, keys, values = _plain(gradient, query, keys, values)
     context_keys, context_values = _plain(context_keys, context_values)
     b, n, h, d = query.shape
@@ -423,24 +402,3 @@ def anchor_attention_backward(
     )  # fmt: skip
     dck, dcv = (part.sum(3, dtype=torch.float32).to(query.dtype) for part in by_head)
     return dq, dk, dv, dck, dcv
-
-
-@anchor_attention_backward.register_fake
-def _(
-    gradient: Tensor, query: Tensor, keys: Tensor, values: Tensor, context_keys: Tensor, context_values: Tensor,
-    first: Tensor, last: Tensor, out: Tensor, lse: Tensor,
-) -> tuple[Tensor, Tensor, Tensor, Tensor, Tensor]:  # fmt: skip
-    parts = (query, keys, values, context_keys, context_values)
-    return tuple(query.new_empty(part.shape) for part in parts)  # type: ignore[return-value]
-
-
-def _keep(ctx: Any, inputs: tuple[Tensor, ...], output: tuple[Tensor, Tensor]) -> None:
-    ctx.mark_non_differentiable(output[1])
-    ctx.save_for_backward(*inputs, *output)
-
-
-def _backward(ctx: Any, gradient: Tensor, _: Tensor) -> tuple[Tensor | None, ...]:
-    return (*anchor_attention_backward(gradient, *ctx.saved_tensors), None, None)
-
-
-anchor_attention.register_autograd(_backward, setup_context=_keep)

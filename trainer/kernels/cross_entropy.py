@@ -11,29 +11,31 @@ import triton
 import triton.language as tl
 from torch import Tensor
 
+BLOCK, WARPS = 8192, 32
+
 
 @triton.jit
 def _row(LOGITS, LABELS, VALID, CE, HIT, v, BLOCK: tl.constexpr):
     index = tl.program_id(0).to(tl.int64)
     place = LOGITS + index * v
     label = tl.load(LABELS + index)
+    valid = tl.load(VALID + index) != 0
     at_label = tl.load(place + label).to(tl.float32)
-    top = tl.full((), float("-inf"), tl.float32)
-    total = tl.full((), 0.0, tl.float32)
-    best = tl.full((), 0, tl.int32)
-    for at in tl.range(0, v, BLOCK):
+    # every lane keeps a maximum and a sum of its own: the warps meet once, behind the loop
+    top = tl.full((BLOCK,), -3e38, tl.float32)
+    total = tl.full((BLOCK,), 0.0, tl.float32)
+    for at in tl.range(0, v, BLOCK, num_stages=3):
         column = at + tl.arange(0, BLOCK)
         x = tl.load(place + column, mask=column < v, other=float("-inf")).to(tl.float32)
-        high, where = tl.max(x, 0, return_indices=True)
-        best = tl.where(high > top, at + where, best)  # the first of equals, as torch.argmax mostly takes
-        new = tl.maximum(top, high)
-        total = total * tl.exp(top - new) + tl.sum(tl.exp(x - new), 0)
-        top = new
-    valid = tl.load(VALID + index) != 0
-    lse = top + tl.log(total)
+        rise = x - top
+        e = tl.exp(-tl.abs(rise))
+        total = tl.where(rise > 0, total * e + 1.0, total + e)
+        top = tl.maximum(top, x)
+    highest = tl.max(top, 0)
+    lse = highest + tl.log(tl.sum(total * tl.exp(top - highest), 0))
     tl.store(CE + index, tl.where(valid, lse - at_label, 0.0))
-    tl.store(HIT + index, valid & (best == label))
-    for at in tl.range(0, v, BLOCK):
+    tl.store(HIT + index, valid & (at_label >= highest))
+    for at in tl.range(0, v, BLOCK, num_stages=3):
         column = at + tl.arange(0, BLOCK)
         x = tl.load(place + column, mask=column < v, other=float("-inf")).to(tl.float32)
         p = tl.exp(x - lse) - tl.where(column == label, 1.0, 0.0)
@@ -49,11 +51,13 @@ def cross_entropy_(logits: Tensor, labels: Tensor, valid: Tensor) -> tuple[Tenso
         valid: bool `[n]`.
 
     Returns:
-        cross-entropies in nats, float32 `[n]` (0 where invalid), and whether argmax and label are the same, bool `[n]`.
+        cross-entropies in nats, float32 `[n]` (0 where invalid), and whether no logit is larger than the label's, bool
+        `[n]` (False where invalid).
     """
     assert logits.is_contiguous()
     n, v = logits.shape
     ce = torch.empty(n, dtype=torch.float32, device=logits.device)
     hit = torch.empty(n, dtype=torch.bool, device=logits.device)
-    _row[(n,)](logits, labels, valid, ce, hit, v, BLOCK=min(8192, triton.next_power_of_2(v)), num_warps=8)
+    # one program a multiprocessor: the rows in work at a time must fit the cache until they are read again
+    _row[(n,)](logits, labels, valid, ce, hit, v, BLOCK=BLOCK, num_warps=WARPS)
     return ce, hit

@@ -15,10 +15,29 @@ from torch import Tensor, nn
 
 from trainer.modeling import attention
 from trainer.modeling.cache import ContextCache
+from trainer.modeling.decoder import rotate
 from trainer.modeling.layout import DrafterConfig
 
 Rotary = tuple[Tensor, Tensor]  # cos and sin, each [B or 1, 1, n, d]
 Attend = Callable[[Tensor, Tensor, Tensor], Tensor]  # query, keys, values of the block -> [B, H, n, d]
+
+
+@torch.library.custom_op("dflash::angles", mutates_args=())
+def angles(positions: Tensor, frequencies: Tensor) -> tuple[Tensor, Tensor]:
+    """cos and sin of positions `[B, n]` times frequencies `[d/2]`, twice side by side, float32 `[B, n, d]`.
+
+    An operation of its own, so that the compiler does not compute them anew for every element that is rotated, in every
+    layer, forward and backward.
+    """
+    angle = positions[..., None].to(torch.float32) * frequencies
+    angle = torch.cat((angle, angle), -1)
+    return angle.cos(), angle.sin()
+
+
+@angles.register_fake
+def _(positions: Tensor, frequencies: Tensor) -> tuple[Tensor, Tensor]:
+    shape = (*positions.shape, 2 * frequencies.shape[0])
+    return frequencies.new_empty(shape), frequencies.new_empty(shape)
 
 
 class RMSNorm(nn.Module):
@@ -123,9 +142,8 @@ class Drafter(nn.Module):
 
     def _rotary(self, positions: Tensor, dtype: torch.dtype) -> Rotary:
         """cos and sin for positions `[B or 1, n]`, angles in float32."""
-        angles = positions[:, None, :, None].to(torch.float32) * self.inv_freq
-        angles = torch.cat((angles, angles), -1)
-        return angles.cos().to(dtype), angles.sin().to(dtype)
+        cos, sin = angles(positions, self.inv_freq)
+        return cos.to(dtype)[:, None], sin.to(dtype)[:, None]
 
     def fuse(self, features: Tensor) -> Tensor:
         """Target features `[B, S, F*D]` -> context `[B, S, D]`, the same for every layer."""
@@ -170,13 +188,15 @@ class Drafter(nn.Module):
         if starts is not None:
             begins = starts.gather(1, anchors)
             tokens, first = tokens - starts, anchors - begins
-        mask = attention.anchor_mask(anchors, valid, k, s, lengths, begins)
+        mask = attention.anchor_mask(anchors, valid, s, lengths, begins)
         seen = self._rotary(tokens, context.dtype)
         positions = (first[..., None] + torch.arange(k, device=anchors.device)).view(b, a * k)
         here = self._rotary(positions, blocks.dtype)
         x = blocks.reshape(b, a * k, -1)
         for layer, (keys, values) in zip(self.layers, self.context_keys_values(context, seen), strict=True):
-            attend = functools.partial(attention.attend, context_keys=keys, context_values=values, mask=mask)
+            attend = functools.partial(
+                attention.attend_anchors, context_keys=keys, context_values=values, mask=mask
+            )
             x = layer(x, here, attend)
         return self.norm(x).view_as(blocks)
 
@@ -210,13 +230,6 @@ class Drafter(nn.Module):
             x = layer(x, here, functools.partial(_attend_cached, index=index, context=context, cache=cache))
         cache.commit(s)
         return self.norm(x)
-
-
-def rotate(x: Tensor, rotary: Rotary) -> Tensor:
-    """Rotary embedding in halves (as Llama and Qwen) of `[B, heads, n, d]`."""
-    cos, sin = rotary
-    first, second = x.chunk(2, -1)
-    return x * cos + torch.cat((-second, first), -1) * sin
 
 
 def _attend_cached(

@@ -15,6 +15,7 @@ import torch
 from torch import Tensor, nn
 
 from trainer.modeling import ModelError, documents
+from trainer.modeling.decoder import DecoderLayer
 
 # from_pretrained changes process-wide defaults while it runs, such as the dtype of new tensors
 _LOADING = threading.Lock()
@@ -32,14 +33,10 @@ PLAIN_DECODERS = frozenset({"llama", "mistral", "qwen2", "qwen3"})
 
 
 def layer_forward(
-    layer: Any, hidden: Tensor, positions: Tensor, rotary: tuple[Tensor, Tensor], mask: Any = None
+    layer: DecoderLayer, hidden: Tensor, rotary: tuple[Tensor, Tensor], mask: documents.Mask = None
 ) -> Tensor:
-    """One decoder layer, causal, past its hooks. `[B, S, D]` -> the same; compiled by workers as it stands.
-
-    `mask`: from `documents.document_mask`; None: one document a row.
-    """
-    out = layer.forward(hidden, attention_mask=mask, position_ids=positions, position_embeddings=rotary)
-    return out[0] if isinstance(out, tuple) else out
+    """`DecoderLayer.forward` as a function, which workers compile."""
+    return layer(hidden, rotary, mask)
 
 
 class _AllCaptured(Exception):
@@ -65,6 +62,7 @@ class Target:
         config: its configuration (the text part).
         layer_ids: 0-based; id i is read after layer i, before any final norm.
         by_layer: whether `features` runs the layers one by one, through `run_layer`; else the whole decoder does.
+        plain_layers: what runs then, up to the last layer that is read.
         run_layer: `layer_forward`, or a compiled copy of it that a worker puts here.
     """
 
@@ -93,9 +91,7 @@ class Target:
         """`[V, D]`."""
         names = inspect.signature(self._decoder.forward).parameters
         self.by_layer = _is_plain(self._decoder, self.config)
-        if self.by_layer:
-            documents.register()
-            self.config._attn_implementation = documents.ATTENTION
+        self.plain_layers = [DecoderLayer(layer) for layer in layers[: last + 1]] if self.by_layer else []
         self.run_layer = layer_forward
         self.cache_argument = "cache" if "cache" in names else "past_key_values"
         """The name of the forward's cache argument; it changed within transformers 5."""
@@ -184,10 +180,26 @@ class Target:
         if starts is not None:
             positions, mask = positions - starts, documents.document_mask(starts)
         rotary = self._decoder.rotary_emb(hidden, positions)
-        for index, layer in enumerate(self._layers[: max(self.layer_ids) + 1]):
-            hidden = self.run_layer(layer, hidden, positions, rotary, mask)
+        rotary = (rotary[0][:, None], rotary[1][:, None])
+        for index, layer in enumerate(self.plain_layers):
+            hidden = self.run_layer(layer, hidden, rotary, mask)
             if index in self.layer_ids:
                 capture.states[index] = hidden
+
+    def to_fp8(self) -> None:
+        """From now on compute `features` in 8 bits. The weights of the layers read are given up for that: `step` is no
+        longer possible. Raises ModelError where it can't be done."""
+        capability = torch.cuda.get_device_capability(self.device) if self.head.is_cuda else (0, 0)
+        if not self.by_layer or capability < (8, 9):
+            raise ModelError(
+                f"runtime.fp8_target needs a GPU of compute capability 8.9 or newer and a {'/'.join(sorted(PLAIN_DECODERS))} "
+                f"model with full attention; this is a {self.config.model_type} model on {self.device}"
+            )
+        self.plain_layers = [layer.in_fp8() for layer in self.plain_layers]
+        for layer in self._layers[: len(self.plain_layers)]:
+            for module in layer.modules():
+                if isinstance(module, nn.Linear):
+                    module.weight.data = module.weight.new_empty(0)
 
     def step(self, input_ids: Tensor, cache: Any, last_only: bool = False) -> tuple[Tensor, Tensor]:
         """One forward of the whole model behind what `cache` holds, which it extends.
@@ -340,7 +352,7 @@ def _is_plain(decoder: nn.Module, config: Any) -> bool:
     without a mask; others need one), and a rotation that doesn't depend on the length."""
     return (
         config.model_type in PLAIN_DECODERS
-        and getattr(config, "_attn_implementation", None) in ("sdpa", documents.ATTENTION)
+        and getattr(config, "_attn_implementation", None) == "sdpa"
         and set(getattr(config, "layer_types", None) or ("full_attention",)) == {"full_attention"}
         and not getattr(config, "sliding_window", None)
         and getattr(getattr(decoder, "rotary_emb", None), "rope_type", "")

@@ -108,6 +108,8 @@ class Producer:
         """Compile and capture each shape of batches, where the target's layers can be run one by one."""
         plan, device = self._plan, self.device.torch
         lengths = sorted(plan.batches.lengths, reverse=True)
+        if plan.config.runtime.fp8_target:
+            self.target.to_fp8()
         self.compiled = self.target.by_layer and compile.wanted(plan.config.runtime, device)
         self.captured = graphs.wanted(plan.config.runtime, device) and self.target.by_layer
         if self.compiled:

@@ -14,6 +14,7 @@ import torch
 from torch import Tensor
 
 from trainer.config import ConfigError, RuntimeConfig
+from trainer.runtime import compile
 from trainer.runtime.devices import Device
 
 Outputs = TypeVar("Outputs")
@@ -21,7 +22,9 @@ Outputs = TypeVar("Outputs")
 
 def wanted(runtime: RuntimeConfig, device: torch.device) -> bool:
     """Whether a worker on `device` captures its steps. Raises ConfigError where that was asked for and can't be."""
-    if runtime.cuda_graphs != "explicit":
+    if runtime.cuda_graphs == "auto":
+        return device.type == "cuda" and compile.wanted(runtime, device)
+    if runtime.cuda_graphs == "off":
         return False
     if device.type != "cuda":
         raise ConfigError(f'runtime.cuda_graphs: "explicit" needs CUDA devices, and a worker is on {device}')

@@ -11,7 +11,6 @@ import torch
 from hypothesis import given, settings
 from hypothesis import strategies as st
 from torch import Tensor
-from torch.nn.attention.flex_attention import create_block_mask
 
 from tests.trainer.modeling.conftest import VOCAB, llama, qwen3
 from trainer.modeling import ModelError, documents
@@ -35,8 +34,6 @@ def packed(rows: list[list[int]], size: int) -> tuple[Tensor, Tensor]:
 
 
 STARTS, LENGTHS = packed(ROWS, S)
-TILES = ("kv_num_blocks", "kv_indices", "full_kv_num_blocks", "full_kv_indices")
-TILES += ("q_num_blocks", "q_indices", "full_q_num_blocks", "full_q_indices")
 
 
 @pytest.fixture
@@ -59,7 +56,7 @@ def alone(target: Target, ids: Tensor) -> Tensor:
 
 @given(st.data())
 @settings(max_examples=60, deadline=None)
-def test_tiles_are_pytorchs_and_the_mask_is_the_double_loop(data: st.DataObject) -> None:
+def test_the_mask_is_the_double_loop(data: st.DataObject) -> None:
     size = data.draw(st.integers(1, 700))
     rows = []
     for _ in range(data.draw(st.integers(1, 2))):
@@ -69,13 +66,6 @@ def test_tiles_are_pytorchs_and_the_mask_is_the_double_loop(data: st.DataObject)
             sizes.pop()
         rows.append(sizes)
     starts, _ = packed(rows, size)
-    ours = documents.document_tiles(starts)
-    theirs = create_block_mask(documents.document_mod(starts), len(rows), None, size, size, device="cpu")
-    for name in TILES:
-        got = getattr(ours, name)
-        assert got.dtype == torch.int32, name
-        assert got.is_contiguous(), name
-        assert torch.equal(got, getattr(theirs, name)), name
     dense = documents.document_mask(starts)
     assert isinstance(dense, Tensor)
     assert dense.shape == (len(rows), 1, size, size)
@@ -85,15 +75,14 @@ def test_tiles_are_pytorchs_and_the_mask_is_the_double_loop(data: st.DataObject)
             assert dense[row, 0, query].tolist() == wanted
 
 
-@pytest.fixture(params=["dense", "tiles"])
+@pytest.fixture(params=["dense", "ranges"])
 def _way(request: pytest.FixtureRequest, monkeypatch: pytest.MonkeyPatch) -> None:
-    """The CPU's mask, and the one that CUDA gets (flex attention runs uncompiled here, forming all scores)."""
-    if request.param == "tiles":
-        monkeypatch.setattr(documents, "document_mask", documents.document_tiles)
+    """The CPU's mask, and the one that CUDA gets (by `dense_attention` here)."""
+    if request.param == "ranges":
+        monkeypatch.setattr(documents, "document_mask", documents.document_ranges)
 
 
 @pytest.mark.usefixtures("_way")
-@pytest.mark.filterwarnings("ignore:flex_attention called without torch.compile")
 def test_packed_features_are_those_of_each_document_alone(family: Callable[..., Any], ids: Tensor) -> None:
     target = Target(family().double(), (1, 3))
     features = target.features(ids, LENGTHS, STARTS)
@@ -106,13 +95,15 @@ def test_positions_begin_anew_in_each_document(family: Callable[..., Any], ids: 
     target = Target(family(), (1,))
     seen: list[Tensor] = []
 
-    def run_layer(layer: Any, hidden: Tensor, positions: Tensor, *rest: Any) -> Tensor:
-        seen.append(positions)
-        return layer_forward(layer, hidden, positions, *rest)
+    def run_layer(layer: Any, hidden: Tensor, rotary: tuple[Tensor, Tensor], *rest: Any) -> Tensor:
+        seen.append(rotary[0][0, 0])
+        return layer_forward(layer, hidden, rotary, *rest)
 
     target.run_layer = run_layer
     target.features(ids, LENGTHS, STARTS)
-    assert seen[0][0].tolist() == [*range(11), 0, *range(20), *range(8)]
+    positions = torch.tensor([[*range(11), 0, *range(20), *range(8)]])
+    wanted, _ = target.model.get_decoder().rotary_emb(torch.zeros(1), positions)
+    assert all(torch.equal(cos, wanted[0]) for cos in seen)
 
 
 @pytest.fixture
@@ -138,14 +129,13 @@ def test_a_compiled_layer_takes_any_documents(ids: Tensor) -> None:
 
 
 def test_whole_forwards_stay_hugging_faces(family: Callable[..., Any], ids: Tensor) -> None:
-    """A target's attention has a name of ours; with a cache, padding or neither it is SDPA, bit for bit."""
+    """The layers' weights are shared; with a cache, padding or neither the model gives what it gave, bit for bit."""
     plain = family()
     with torch.no_grad():
         wanted = plain(ids, use_cache=False).logits
         keep = (torch.arange(S) < LENGTHS[:, None]).long()
         padded = plain(ids, attention_mask=keep, use_cache=False).logits
     target = Target(family(), (1,))
-    assert target.config._attn_implementation == documents.ATTENTION
     assert Target(target.model, (1,)).by_layer
     with torch.no_grad():
         assert torch.equal(target.model(ids, use_cache=False).logits, wanted)
@@ -171,7 +161,7 @@ def test_what_can_be_packed_is_what_runs_by_layer() -> None:
 
 
 @pytest.mark.gpu
-@pytest.mark.skipif(not torch.cuda.is_available(), reason="needs a CUDA device: compiled flex attention")
+@pytest.mark.skipif(not torch.cuda.is_available(), reason="needs a CUDA device")
 @pytest.mark.parametrize(("dtype", "bound"), [(torch.float32, 5e-3), (torch.bfloat16, 5e-2)])
 def test_packed_features_on_cuda(dtype: torch.dtype, bound: float) -> None:
     """Compiled and captured, as workers run them: 1,000 tokens, against the CPU's mask in float64."""

@@ -12,7 +12,8 @@ import torch
 from transformers import Qwen3Config, Qwen3ForCausalLM
 
 from trainer.modeling import ModelError
-from trainer.modeling.target import Target, load_config, resolve_dtype
+from trainer.modeling.target import Target, layer_forward, load_config, resolve_dtype
+from trainer.runtime import compile
 
 
 @pytest.fixture
@@ -21,14 +22,14 @@ def ids() -> torch.Tensor:
 
 
 def test_features_are_hidden_states_one_index_on(family: Callable[..., Any], ids: torch.Tensor) -> None:
-    model = family()
+    model = family().double()  # our layers round otherwise: their products are wider
     with torch.no_grad():
         states = model(ids, output_hidden_states=True).hidden_states
     # the last layer is left out: Hugging Face gives its state behind the final norm
     layer_ids = tuple(range(model.config.num_hidden_layers - 1))
     features = Target(model, layer_ids).features(ids)
     for i, part in zip(layer_ids, features.chunk(len(layer_ids), -1), strict=True):
-        torch.testing.assert_close(part, states[i + 1], rtol=1e-6, atol=1e-6)
+        torch.testing.assert_close(part, states[i + 1], rtol=1e-9, atol=1e-9)
     assert not torch.allclose(features[..., : states[0].shape[-1]], states[0])
 
 
@@ -201,11 +202,11 @@ def test_stop_ids_come_from_both_configs(family: Callable[..., Any]) -> None:
 def test_plain_families_run_layer_by_layer_and_give_the_decoders_states(
     family: Callable[..., Any], ids: torch.Tensor
 ) -> None:
-    target = Target(family(), (0, 3))
+    target = Target(family().double(), (0, 3))
     assert target.by_layer
     by_layer = target.features(ids)
     target.by_layer = False
-    assert torch.equal(target.features(ids), by_layer)
+    torch.testing.assert_close(target.features(ids), by_layer, rtol=1e-9, atol=1e-9)
 
 
 @pytest.mark.parametrize(
@@ -225,3 +226,27 @@ def test_others_run_through_their_own_forward(changes: dict[str, Any], why: str,
     with torch.no_grad():
         wanted = model(ids, output_hidden_states=True).hidden_states[2]
     torch.testing.assert_close(target.features(ids), wanted)
+
+
+def test_fp8_is_refused_where_it_cannot_be(family: Callable[..., Any]) -> None:
+    with pytest.raises(
+        ModelError, match=r"fp8_target needs a GPU of compute capability 8.9 or newer.* on cpu"
+    ):
+        Target(family(), (1,)).to_fp8()
+
+
+@pytest.mark.gpu
+@pytest.mark.skipif(
+    not torch.cuda.is_available() or torch.cuda.get_device_capability() < (8, 9),
+    reason="needs a CUDA device of compute capability 8.9 or newer",
+)
+@pytest.mark.parametrize("compile_it", [False, True])
+def test_fp8_features_are_close(family: Callable[..., Any], ids: torch.Tensor, compile_it: bool) -> None:
+    """3 bits of mantissa: each product is off by a few percent, the features after two layers not by much more."""
+    target = Target(family().to("cuda", torch.bfloat16), (1,))
+    exact = target.features(ids.cuda()).float()
+    target.to_fp8()
+    if compile_it:
+        target.run_layer = compile.compiled(layer_forward, 1)
+    error = (target.features(ids.cuda()).float() - exact).norm() / exact.norm()
+    assert 1e-4 < error < 0.1

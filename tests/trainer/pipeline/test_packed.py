@@ -68,14 +68,13 @@ def learn(
 
 
 @pytest.mark.parametrize("kind", ["ce-decay", "ce-dpace"])
-@pytest.mark.parametrize("tiles", [False, True])
-@pytest.mark.filterwarnings("ignore:flex_attention called without torch.compile")
+@pytest.mark.parametrize("ranges", [False, True])
 def test_packed_losses_and_gradients_are_those_of_single_rows(
-    tmp_path: Path, kind: str, tiles: bool, monkeypatch: pytest.MonkeyPatch
+    tmp_path: Path, kind: str, ranges: bool, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    """With the CPU's mask of the target, and with the tiles that CUDA gets."""
-    if tiles:
-        monkeypatch.setattr(documents, "document_mask", documents.document_tiles)
+    """With the CPU's mask of the target, and with the ranges that CUDA gets."""
+    if ranges:
+        monkeypatch.setattr(documents, "document_mask", documents.document_ranges)
     dataset = Dataset.open(make_dataset(tmp_path / "data"))
     target = Target.load(make_target(tmp_path / "target"), "cpu", "float64", (0, 2))
     section = DrafterSection(layers=2, block_size=K, target_layer_ids=(0, 2), mask_token_id=MASK)
@@ -102,6 +101,6 @@ def test_a_block_that_saw_another_document_would_be_noticed(
 ) -> None:
     """The test above fails without the drafter's mask of documents: its bound is far below what a leak changes."""
     whole = attention.anchor_mask
-    monkeypatch.setattr(attention, "anchor_mask", lambda *args: whole(*args[:5]))
+    monkeypatch.setattr(attention, "anchor_mask", lambda *args: whole(*args[:4]))
     with pytest.raises(AssertionError, match="Tensor-likes are not close"):
         test_packed_losses_and_gradients_are_those_of_single_rows(tmp_path, "ce-decay", False, monkeypatch)

@@ -21,11 +21,13 @@ from trainer.runtime.devices import Device
 needs_cuda = pytest.mark.skipif(not torch.cuda.is_available(), reason="needs a CUDA device")
 
 
-def test_wanted_when_asked_for_on_cuda() -> None:
+def test_wanted_when_asked_for_and_where_steps_are_compiled_on_cuda() -> None:
     cpu, cuda = torch.device("cpu"), torch.device("cuda", 0)
     assert graphs.wanted(RuntimeConfig(cuda_graphs="explicit"), cuda)
     assert not graphs.wanted(RuntimeConfig(cuda_graphs="off"), cuda)
-    assert not graphs.wanted(RuntimeConfig(), cpu)
+    assert graphs.wanted(RuntimeConfig(), cuda)
+    assert not graphs.wanted(RuntimeConfig(compile="off"), cuda)
+    assert not graphs.wanted(RuntimeConfig(compile="on"), cpu)
     with pytest.raises(ConfigError, match='"explicit" needs CUDA devices, and a worker is on cpu'):
         graphs.wanted(RuntimeConfig(cuda_graphs="explicit"), cpu)
 
