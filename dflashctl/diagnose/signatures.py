@@ -164,7 +164,17 @@ def _pattern(item: dict[str, Any], where: str) -> Pattern:
         regex = re.compile(item["regex"])
     except (re.error, KeyError, TypeError) as error:
         raise ConfigError(f"{where}: no valid regex ({error})", hint="a Python regex in `regex`") from error
-    return Pattern(regex, tuple(scopes), literals(regex), bool(item.get("weak")), bool(item.get("echo")))
+    over = item.get("over", [])
+    if not isinstance(over, list) or not all(isinstance(rule, str) for rule in over):
+        raise ConfigError(f"{where}: `over` is no list of rules", hint='over = ["recursion-error"]')
+    return Pattern(
+        regex,
+        tuple(scopes),
+        literals(regex),
+        weak=bool(item.get("weak")),
+        echo=bool(item.get("echo")),
+        over=tuple(over),
+    )
 
 
 _TEXTS = {"class": "", "group": "user", "role": "root", "title": "", "cause": "", "retry": ""}

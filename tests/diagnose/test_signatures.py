@@ -177,6 +177,7 @@ def test_a_file_of_the_users_own(tmp_path: Path) -> None:
         ("class = 3", "holds no tables"),
         ("[class]\nx = 3", "holds no tables"),
         ("[class.x]\npattern = 'a'", "no list of tables"),
+        ("[class.x]\npattern = [{ regex = 'a', over = 'b' }]", "no list of rules"),
         ("[class.x]\npattern = [{ regex = 7 }]", "no valid regex"),
         ("[class.x]\npattern = [{ scope = 7, regex = 'a' }]", "unknown scope"),
         ("[class.x]\ntier = 'high'", "`tier` is 'high'"),
