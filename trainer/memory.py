@@ -47,6 +47,7 @@ class TargetSize:
         parameters: of the whole model, tied ones once.
         embedding_copy: elements of an embedding table of its own, for models that scale theirs; else 0.
         tied: whether embedding and head are one matrix.
+        linear: of `parameters`, those of the layers' matrices.
         hidden, intermediate: widths of a layer.
         by_layer: whether its layers run one by one, and so may be compiled and captured.
     """
@@ -54,6 +55,7 @@ class TargetSize:
     parameters: int
     embedding_copy: int
     tied: bool
+    linear: int
     hidden: int
     intermediate: int
     by_layer: bool
@@ -71,6 +73,7 @@ class TargetSize:
             parameters=sum(p.numel() for p in model.parameters()),
             embedding_copy=0 if type(table) is nn.Embedding else table.weight.numel(),
             tied=model.get_output_embeddings().weight is table.weight,
+            linear=sum(m.weight.numel() for m in model.get_decoder().modules() if isinstance(m, nn.Linear)),
             hidden=text.hidden_size,
             intermediate=text.intermediate_size,
             by_layer=can_pack(config),
@@ -258,6 +261,8 @@ def _predict(plan: Plan, size: TargetSize, shapes: list[Shape], device: torch.de
     items: dict[str, int] = {}
     if targets:
         items["target weights"] = targets * there.itemsize * (size.parameters + size.embedding_copy)
+        if runtime.fp8_target:
+            items["target weights in FP8"] = targets * size.linear
         items["target step"] = targets * max(target_step(size, shape, s, there.itemsize) for s in shapes)
         if captured and size.by_layer:  # a graph's output stays for the next replay; other threads get a copy
             outputs = sum(batch_bytes(shape, s, there.itemsize) for s in shapes)

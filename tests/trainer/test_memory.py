@@ -356,3 +356,11 @@ def test_peaks_on_a_gpu_are_as_predicted(tmp_path: Path, topology: str, captured
     for told in events(tmp_path / "run", "memory_measured"):
         print(topology, captured, told)
         assert told["predicted"] == pytest.approx(told["allocated"], rel=0.1), told["when"]
+
+
+def test_fp8_is_a_copy_of_the_layers_matrices(free: dict[str, float]) -> None:
+    size, plan = TargetSize.of(target_config("8B")), _plan(1, 1)
+    runtime = dataclasses.replace(plan.config.runtime, fp8_target=True)
+    plan = dataclasses.replace(plan, config=dataclasses.replace(plan.config, runtime=runtime))
+    target, _ = memory.predict(plan, size, memory.shapes_of(plan))
+    assert target.items["target weights in FP8"] == 36 * 4096 * (2 * 4096 + 2 * 1024 + 3 * 12288)

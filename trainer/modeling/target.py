@@ -73,7 +73,7 @@ class Target:
         self.path = path
         self.layer_ids = tuple(layer_ids)
         self._decoder = model.get_decoder()
-        layers = self._layers = _find_layers(self._decoder, self.config.num_hidden_layers)
+        layers = _find_layers(self._decoder, self.config.num_hidden_layers)
         wrong = [i for i in self.layer_ids if not 0 <= i < len(layers)]
         if wrong or not self.layer_ids:
             raise ModelError(f"target layer ids {list(self.layer_ids)} must lie in 0..{len(layers) - 1}")
@@ -187,8 +187,8 @@ class Target:
                 capture.states[index] = hidden
 
     def to_fp8(self) -> None:
-        """From now on compute `features` in 8 bits. The weights of the layers read are given up for that: `step` is no
-        longer possible. Raises ModelError where it can't be done."""
+        """From now on compute `features` in 8 bits, by copies of the weights; `step` stays as it is. Raises ModelError
+        where it can't be done."""
         capability = torch.cuda.get_device_capability(self.device) if self.head.is_cuda else (0, 0)
         if not self.by_layer or capability < (8, 9):
             raise ModelError(
@@ -196,10 +196,6 @@ class Target:
                 f"model with full attention; this is a {self.config.model_type} model on {self.device}"
             )
         self.plain_layers = [layer.in_fp8() for layer in self.plain_layers]
-        for layer in self._layers[: len(self.plain_layers)]:
-            for module in layer.modules():
-                if isinstance(module, nn.Linear):
-                    module.weight.data = module.weight.new_empty(0)
 
     def step(self, input_ids: Tensor, cache: Any, last_only: bool = False) -> tuple[Tensor, Tensor]:
         """One forward of the whole model behind what `cache` holds, which it extends.
