@@ -28,7 +28,6 @@ import torch
 
 from trainer import memory
 from trainer.config import RuntimeConfig
-from trainer.modeling.target import Target
 from trainer.options import at_least
 from trainer.runtime import cache, devices, graphs
 from trainer.runtime.devices import Device
@@ -65,9 +64,8 @@ def measure(bench: Bench, variant: str, steps: int, seconds: float, more: More) 
     """Time `steps` steps of a variant, but no longer than `seconds` after the warm-up: medians, ms."""
     clock, cuda = Clock(bench.device.torch), bench.device.cuda
     bench.phases = []  # its memory goes before the next one's is taken
-    gc.collect()
+    _release(bench.device)
     if cuda:
-        torch.cuda.empty_cache()
         torch.cuda.reset_peak_memory_stats()
     began = time.perf_counter()
     bench.first_loss = None
@@ -114,6 +112,13 @@ def measure(bench: Bench, variant: str, steps: int, seconds: float, more: More) 
         result["peak_gib"] = round(torch.cuda.max_memory_allocated() / 2**30, 1)
         result["reserved_gib"] = round(torch.cuda.max_memory_reserved() / 2**30, 1)
     return result
+
+
+def _release(device: Device) -> None:
+    """Give memory that nothing refers to back to the device."""
+    gc.collect()
+    if device.cuda:
+        torch.cuda.empty_cache()
 
 
 def _kernels(bench: Bench) -> list[tuple[str, float, int]]:
@@ -208,13 +213,14 @@ def run(args: argparse.Namespace, more: More | None = None) -> int:
     works = [Workload(args.shape, n, *sizes) for n in args.batch]
     with device.entered():
         report = _report(works[0], device)
-        target: Target | None = None
+        bench: Bench | None = None
         for names, work in itertools.product((variants, list(more)), works):
             if not names:
                 continue
             began = time.perf_counter()
-            bench = Bench(work, device, target)
-            target = bench.target
+            bench = None  # its memory goes before the next one's is taken
+            _release(device)
+            bench = Bench(work, device)  # with a target of its own: a variant may have changed the last one's
             print(f"batch {work.batch}: made in {time.perf_counter() - began:.1f} s", flush=True)
             for variant in names:
                 result = _result(bench, variant, args, report["matmul_tflops"], more)

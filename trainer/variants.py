@@ -31,12 +31,12 @@ Phases = list[tuple[str, Callable[[], object]]]
 class Bench:
     """A target, a batch and the ways to take one step with them. `step(variant)` makes the phases of one."""
 
-    def __init__(self, work: Workload, device: Device, target: Target | None = None) -> None:
+    def __init__(self, work: Workload, device: Device) -> None:
         self.work = work
         self.device = device
         self.dtype = torch.bfloat16 if device.cuda else torch.float32
         self.shape = drafter_config(work)
-        self.target = target or self._make_target()
+        self.target = self._make_target()
         self._layers = self.target.plain_layers
         torch.manual_seed(0)
         self.ids = torch.randint(self.shape.vocab_size - 1, (work.batch, work.sequence), device=device.torch)
