@@ -280,10 +280,16 @@ class _Case:
         ranked = sorted(kept, key=self._weight)
         first = self._by_clock([f for f in ranked if self._weight(f)[0] == self._weight(ranked[0])[0]])
         ranked = [first, *(f for f in ranked if f is not first)]
-        if (
-            ranked[0].cls == "host-oom-kill"
-        ):  # the same kill, seen by the shell and told more exactly by the cgroup
+        if ranked[0].cls == "host-oom-kill":
+            # the same kill, seen by the shell and told more exactly by the cgroup
             ranked.sort(key=lambda f: f.cls != "cgroup-oom")
+        if (
+            self.signatures.by_name[ranked[0].cls].group == "interruption"
+            and " DUE TO " not in ranked[0].text
+        ):
+            # a stop that was announced, and told more exactly by the exception it raised
+            told = (ranked[0].cls, "exception")
+            ranked.sort(key=lambda f: (f.cls, f.kind) != told)
         for f in ranked[1:]:
             self._note(f, f"a consequence or weaker evidence than line {ranked[0].line}")
         equals = sum(self._weight(f)[0] == self._weight(ranked[0])[0] for f in ranked)
