@@ -229,7 +229,9 @@ class _Case:
         deaths = [] if kept or self._finished() else self._deaths()
         if deaths:
             return self._say("degraded", _dead_thread(deaths[0]), others=deaths, confidence="likely")
-        root = self._root([f for f in kept if not f.weak or (f.kind == "exception" and f.top_level)])
+        proven = [f for f in kept if not f.weak or (f.kind == "exception" and f.top_level)]
+        # the name of an exception alone, with no traceback, may be any program's
+        root = self._root([f for f in proven if f.cls != "user-exception" or f.top_level or f.start < f.line])
         if root is not None:
             group = self.signatures.by_name[root.cls].group if root.cls in self.signatures.by_name else ""
             return self._say(

@@ -25,6 +25,14 @@ def test_no_benign_log_raises_an_alarm(found: list[tuple[blind.Case, Diagnosis]]
     assert [(case.name, d.class_, d.root) for case, d in benign if d.verdict in ALARMS or d.class_] == []
 
 
+def test_without_facts_there_is_no_alarm_either() -> None:
+    for name in SETS:
+        for case in blind.load(name):
+            if case.class_ is None:
+                found = diagnose(case.log.split(b"\n"))
+                assert (found.class_, found.verdict in ALARMS) == (None, False), case.name
+
+
 def test_the_achieved_level_is_held(found: list[tuple[blind.Case, Diagnosis]]) -> None:
     wrong = {
         "class": [(c.name, c.class_, d.class_) for c, d in found if d.class_ != c.class_],
