@@ -251,6 +251,8 @@ class Run:
             training.train()
         memory.compare(predictions, self._crew.events, "steps")
         self._done, self.stopped = course.last, course.stopped
+        if course.stopped and not self._signals.received:
+            print("Another node was asked to stop: this one has stopped with it", flush=True)
         if self._prompts and not (course.stopped or self._signals.received):
             self._evaluate(training, "trained")
         nodes.close()

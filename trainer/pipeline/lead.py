@@ -68,7 +68,6 @@ class Reporter:
             self._nodes.require_same({f"weights after step {step} (checksum)": worker.optimizer.checksum()})
             if self._nodes.leads:
                 self._save(step, worker, count)
-            self._nodes.gather(None)  # no node goes on, or ends well, before the checkpoint is there
 
     def _check_finite(self, step: int, worker: Learner) -> int:
         """Non-finite steps so far. Raises NonFiniteError where there is one and the run is to stop on it."""

@@ -169,7 +169,7 @@ class Nodes:
         raise RuntimeError("node 0 has not come")
 
     def close(self) -> None:
-        """Part in good order, once all nodes are here: there is nothing left to agree on."""
+        """Part in good order, once all nodes are here: none ends well before the last checkpoint is there."""
         if self._joined:
             self.gather(None)
             self._joined = False
