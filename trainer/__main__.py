@@ -1,4 +1,4 @@
-"""python -m trainer prepare|train|evaluate|bench|export"""
+"""python -m trainer prepare|train|plan|evaluate|bench|export"""
 
 from __future__ import annotations
 
@@ -13,6 +13,7 @@ from trainer.runtime import cache
 COMMANDS = {
     "prepare": ("trainer.data.prepare", "turn chat JSONL into a memory-mapped dataset"),
     "train": ("trainer.train", "train a drafter"),
+    "plan": ("trainer.plan", "measure how to share out the devices, and how large a batch to take"),
     "evaluate": ("trainer.evaluate", "measure a drafter's acceptance length against its target"),
     "bench": ("trainer.bench", "time a training step on this machine, beside its floor"),
     "export": ("trainer.export", "write a checkpoint in a layout that serving engines read"),

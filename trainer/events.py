@@ -107,6 +107,39 @@ class Events:
             reason=reason,
         )
 
+    def measuring(self, *, devices: list[str]) -> None:
+        """Before the devices are shared out (topology "auto")."""
+        self.emit(
+            "measuring",
+            f"Measuring a target and a drafter, to share out {len(devices)} devices...",
+            devices=devices,
+        )
+
+    def plan(self, *, costs: dict[str, float], now: dict[str, Any], best: dict[str, Any]) -> None:
+        """What a batch costs, and what follows for the devices of the run.
+
+        Args:
+            costs: rows, samples, target_ms, drafter_ms, exchange_ms: of a batch; the last for each further drafter.
+            now, best: {"placement": "3 : 5" or "8 colocated", "samples_per_s", "idle": share of the devices' time, 0 to 1,
+                "rows_a_step"}.
+        """
+
+        def told(what: dict[str, Any]) -> str:
+            return (
+                f"{what['placement']} makes {what['samples_per_s']:.1f} smp/s at most, "
+                f"{what['idle'] * 100:.0f} % of the devices' time idle"
+            )
+
+        line = (
+            f"Plan: a batch of {costs['rows']} rows takes a target {costs['target_ms']:.1f} ms, a drafter "
+            f"{costs['drafter_ms']:.1f} ms, an exchange {costs['exchange_ms']:.1f} ms; {told(now)}"
+        )
+        if best == now:
+            line += "; no other T : D is faster"
+        else:
+            line += f"; best: {told(best)}, with {best['rows_a_step']} rows a step instead of {now['rows_a_step']}"
+        self.emit("plan", line, costs=costs, now=now, best=best)
+
     def memory(
         self, *, device: str, predicted: int, free: int | None, items: dict[str, int], parts: str
     ) -> None:

@@ -7,9 +7,8 @@ backward: of the eager path as written in `trainer/modeling`, of the compiled on
 
 from __future__ import annotations
 
-import dataclasses
 import functools
-from collections.abc import Iterator, Mapping
+from collections.abc import Callable, Iterator, Mapping
 from dataclasses import dataclass
 from typing import Any, NamedTuple
 
@@ -247,13 +246,26 @@ def shapes_of(plan: Plan, rows: int = 0, anchors: int = 0, length: int = 0) -> l
     return [Shape(rows, n, min(anchors, plan.anchors(n))) for n in sorted(lengths)]
 
 
-def predict(plan: Plan, target: TargetSize, shapes: list[Shape]) -> list[Prediction]:
+def free_bytes(device: torch.device) -> int | None:
+    """What a device has free; None where nothing can say."""
+    return torch.cuda.mem_get_info(device)[0] if device.type == "cuda" else None
+
+
+FreeBytes = Callable[[torch.device], int | None]
+"""`free_bytes`, or what stands for it."""
+
+
+def predict(
+    plan: Plan, target: TargetSize, shapes: list[Shape], free: FreeBytes = free_bytes
+) -> list[Prediction]:
     """For every device of a run, in the order of its workers."""
     devices = dict.fromkeys((*plan.target_devices, *plan.drafter_devices))
-    return [_predict(plan, target, shapes, device) for device in devices]
+    return [_predict(plan, target, shapes, device, free(device)) for device in devices]
 
 
-def _predict(plan: Plan, size: TargetSize, shapes: list[Shape], device: torch.device) -> Prediction:
+def _predict(
+    plan: Plan, size: TargetSize, shapes: list[Shape], device: torch.device, free: int | None
+) -> Prediction:
     runtime, shape = plan.config.runtime, plan.shape
     targets, drafters = plan.target_devices.count(device), plan.drafter_devices.count(device)
     cuda, captured = device.type == "cuda", graphs.wanted(runtime, device)
@@ -275,9 +287,6 @@ def _predict(plan: Plan, size: TargetSize, shapes: list[Shape], device: torch.de
         items["optimizer"] = drafters * optimizer_bytes(weights)
         if plan.all_drafters > 1:
             items["sum of gradients"] = drafters * 4 * weights
-            others = len(set(plan.drafter_devices)) - 1
-            if captured and others:  # else they come when the activations have gone
-                items["gradients of others"] = drafters * min(2, others) * c * min(weights, CHUNK)
         if not (targets and there == plan.dtype(device)):
             items["embedding and head"] = (
                 drafters * c * shape.vocab_size * shape.hidden_size * (1 if size.tied else 2)
@@ -297,7 +306,7 @@ def _predict(plan: Plan, size: TargetSize, shapes: list[Shape], device: torch.de
         {name: value for name, value in items.items() if value},
         later=max(0, items.get("batches", 0) - made),
         outside=OUTSIDE if cuda else 0,
-        free=torch.cuda.mem_get_info(device)[0] if cuda else None,
+        free=free,
     )
 
 
@@ -330,7 +339,7 @@ def refuse_what_does_not_fit(plan: Plan, target: TargetSize, predictions: list[P
 
 def _fixes(plan: Plan, target: TargetSize, predictions: list[Prediction]) -> Iterator[tuple[str, int]]:
     """Of each setting that lowers the need, the largest value that fits by itself."""
-    free = [p.free for p in predictions]
+    free = {p.device: p.free for p in predictions}
     knobs = (
         ("train.batch_size", "rows", plan.config.train.batch_size, 1),
         ("train.anchors", "anchors", plan.config.train.anchors, 16),
@@ -341,9 +350,8 @@ def _fixes(plan: Plan, target: TargetSize, predictions: list[Prediction]) -> Ite
         low, high = 0, (now - 1) // step  # multiples of `step`; `low` fits or is 0
         while low < high:
             middle = (low + high + 1) // 2
-            made = predict(plan, target, shapes_of(plan, **{name: middle * step}))
-            fits = all(dataclasses.replace(p, free=f).fits for p, f in zip(made, free, strict=True))
-            low, high = (middle, high) if fits else (low, middle - 1)
+            made = predict(plan, target, shapes_of(plan, **{name: middle * step}), free.__getitem__)
+            low, high = (middle, high) if all(p.fits for p in made) else (low, middle - 1)
         if low:
             yield key, low * step
 

@@ -27,15 +27,17 @@ from trainer.data.masking import load_tokenizer
 from trainer.data.prepare import describe, prepare_cached
 from trainer.evaluate import evaluate, read_prompts
 from trainer.events import Events
-from trainer.memory import Prediction
+from trainer.memory import Prediction, TargetSize
 from trainer.modeling.layout import DrafterConfig
 from trainer.modeling.target import Target, can_pack, load_config
+from trainer.pipeline import probe
+from trainer.pipeline.balance import Placement
 from trainer.pipeline.channel import Stopped
 from trainer.pipeline.crew import Crew
 from trainer.pipeline.drafters import Start
 from trainer.pipeline.lead import NonFiniteError, Reporter
 from trainer.pipeline.nodes import NodeLost, Nodes, NodeStopped
-from trainer.pipeline.plan import Course, Plan, placed, steps_of
+from trainer.pipeline.plan import Course, Plan, placed
 from trainer.pipeline.training import Training
 from trainer.runtime import cache, compile, devices
 from trainer.runtime.signals import Interrupted, Signals
@@ -146,14 +148,10 @@ class Run:
         """Raises Stopped, Interrupted, and the errors of what it does itself."""
         config = load(self._config_path)
         config = dataclasses.replace(config, devices=placed(config.devices))
-        target_devices = tuple(map(devices.check, config.devices.targets))
-        drafter_devices = tuple(map(devices.check, config.devices.drafters))
-        colocated = config.devices.topology == "colocated"
-        workers = len(drafter_devices) + (0 if colocated else len(target_devices))
-        torch.set_num_threads(devices.intra_op_threads(workers, config.devices.cpu_threads))
-        nodes = self._nodes
-        nodes.join(config.nodes.timeout, cuda=any(device.type == "cuda" for device in drafter_devices))
-        by_node = tuple(nodes.gather(len(drafter_devices)))
+        used, nodes = self._devices(config), self._nodes
+        nodes.join(
+            config.nodes.timeout, cuda=any(name.startswith("cuda") for name in config.devices.drafters)
+        )
         found = self._find_checkpoint()
         steps = nodes.gather(found.step if found else 0)
         self._done = max(steps)
@@ -166,35 +164,65 @@ class Run:
             seed=config.train.seed,
             resumed_step=self._done,
         )
-        if any(compile.wanted(config.runtime, device) for device in (*target_devices, *drafter_devices)):
+        if any(compile.wanted(config.runtime, device) for device in used):
             print(cache.description(), flush=True)
-        dataset, batches = self._open_data(config)
-        packing = "on" if batches.packed else "off"
-        config = dataclasses.replace(config, data=dataclasses.replace(config.data, packing=packing))
+        base, size, load_target = self.inputs(config)
+        config = base.config
         if config.evaluate.prompts and nodes.leads:
-            self._read_prompts(config, dataset)
-        settings = checkpoint.settings(config, fingerprint(dataset), sum(by_node))
+            self._read_prompts(config, base.dataset)
+        present = self._place(base, size, load_target, found)
+        plan = base.on(present, tuple(nodes.gather(len(present.drafters))))
+        settings = checkpoint.settings(plan.config, fingerprint(base.dataset), plan.all_drafters)
         rhythm = {f"train.{key}": getattr(config.train, key) for key in ("log_every", "checkpoint_every")}
         nodes.require_same({**settings, **rhythm, "version of torch": torch.__version__})
         if found is not None and nodes.rank == source:
             checkpoint.refuse_differences(found, settings)
         start, nonfinite = self._start(found, source)
-        plan = Plan(
-            config=config,
-            dataset=dataset,
-            batches=batches,
-            shape=self._shape(config),
-            target_devices=target_devices,
-            drafter_devices=drafter_devices,
-            colocated=colocated,
-            node=nodes.rank,
-            drafters_by_node=by_node,
-            first=self._done,
-            steps=steps_of(config, batches.batches_per_epoch, sum(by_node)),
-        )
-        size = memory.TargetSize.of(load_config(self._path(config.target.model)))
         predictions = memory.look_ahead(plan, size, self._crew.events)
-        self._train(plan, predictions, start, settings, nonfinite)
+        ways = probe.fitting(plan, size, present.devices)
+        training = Training(self._crew, plan, Course(plan.steps, nodes.any), start, load_target, nodes)
+        self._train(training, predictions, present, ways, settings, nonfinite)
+
+    def inputs(self, config: Config) -> tuple[Plan, TargetSize, probe.KeptTargets]:
+        """All that a run is decided from: its plan, still without devices, the target's size, and how to load it.
+
+        Raises ConfigError, DataError, ModelError.
+        """
+        dataset, batches = self._open_data(config)
+        packing = "on" if batches.packed else "off"
+        config = dataclasses.replace(config, data=dataclasses.replace(config.data, packing=packing))
+        shape = self._shape(config)
+        base = Plan(config, dataset, batches, shape, (), (), self._done, 0, node=self._nodes.rank)
+        path = self._path(config.target.model)
+        load_target = probe.KeptTargets(
+            lambda device: Target.load(path, device, config.target.dtype, shape.target_layer_ids)
+        )
+        return base, TargetSize.of(load_config(path)), load_target
+
+    def _devices(self, config: Config) -> set[torch.device]:
+        """Every device that the run may use. Raises ConfigError for one that is not there."""
+        names = {*config.devices.targets, *config.devices.drafters}
+        if config.devices.topology == "auto":
+            if not self._nodes.alone:
+                raise ConfigError(
+                    'devices = "auto" shares out the devices of one machine; with several nodes list '
+                    "devices.targets and devices.drafters"
+                )
+            names.update(probe.pool(config.devices))
+        return {devices.check(name) for name in names}
+
+    def _place(
+        self, base: Plan, size: TargetSize, load_target: probe.KeptTargets, found: Checkpoint | None
+    ) -> Placement:
+        """Who works where: as configured, or measured now."""
+        if base.config.devices.topology == "auto":
+            must = int(found.record["settings"]["devices.drafters (count)"]) if found else 0
+            present = probe.decide(base, size, load_target, self._crew.events, must)
+        else:
+            present = probe.now(base.config)
+        workers = len(present.drafters) + (0 if present.colocated else len(present.targets))
+        torch.set_num_threads(devices.intra_op_threads(workers, base.config.devices.cpu_threads))
+        return present
 
     def _read_prompts(self, config: Config, dataset: Dataset) -> None:
         """Before training: a wrong path is not to come to light after it."""
@@ -217,32 +245,24 @@ class Run:
 
     def _train(
         self,
-        plan: Plan,
+        training: Training,
         predictions: list[Prediction],
-        start: Start,
+        present: Placement,
+        ways: list[Placement],
         settings: dict[str, object],
         nonfinite: int,
     ) -> None:
         from transformers.utils import logging
 
         logging.disable_progress_bar()  # bars of T loading targets, in a log
-        nodes = self._nodes
-        course = Course(plan.steps, nodes.any)
-        path = self._path(plan.config.target.model)
-        training = Training(
-            self._crew,
-            plan,
-            course,
-            start,
-            lambda device: Target.load(path, device, plan.config.target.dtype, plan.shape.target_layer_ids),
-            nodes,
-        )
+        nodes, plan, course = self._nodes, training.plan, training.course
         reporter = Reporter(
             self._crew.events, plan, course, self._run_dir, training.waits, settings, nonfinite, nodes
         )
         training.load_targets()
         training.start_drafters(reporter)
         memory.compare(predictions, self._crew.events, "warm-up")
+        probe.advise(self._crew.events, training.costs(), present, ways)
         if self._prompts and plan.config.evaluate.at_start and not plan.first:
             self._evaluate(training, "untrained")
         nodes.require_same({"weights at the start (checksum)": training.drafters[0].optimizer.checksum()})
@@ -360,6 +380,8 @@ def _topology(config: Config, nodes: Nodes) -> str:
     if config.devices.topology == "colocated":
         names = config.devices.drafters
         return f"{len(names)} colocated on {' '.join(dict.fromkeys(names))}{place}"
+    if config.devices.topology == "auto":
+        return f"to be decided for {' '.join(probe.pool(config.devices))}"
     sides = (("target", config.devices.targets), ("drafter", config.devices.drafters))
     return (
         ", ".join(

@@ -95,7 +95,7 @@ def test_start_up_lines_and_events_are_in_order(
     names = [e["event"] for e in events(tmp_path / "runs/run")]
     assert names == [
         "start", "dataset", "buckets", "memory", "targets_loading", "target_loading", "target_ready", "target_loading",
-        "target_ready", "drafters_starting", "drafter_ready", "drafter_ready", "step", "step", "checkpoint", "step",
+        "target_ready", "drafters_starting", "drafter_ready", "drafter_ready", "plan", "step", "step", "checkpoint", "step",
         "checkpoint", "end",
     ]  # fmt: skip
     out, err = capsys.readouterr()
@@ -103,7 +103,8 @@ def test_start_up_lines_and_events_are_in_order(
         "dflash trainer: torch", "Loaded dataset: 40 samples", "Batch buckets: 2 (", "Memory of cpu: ",
         "Loading 2 target models...", "Target 0 on cpu...", "Target 1 on cpu...", "Starting drafter loops...",
         "Drafter 0 ready (warmed up in",
-        "Drafter 1 ready (warmed up in", "step 1/3  loss", "step 2/3  loss", "Saved checkpoint at step 2", "step 3/3  loss",
+        "Drafter 1 ready (warmed up in", "Plan: a batch of 2 rows takes a target ",
+        "step 1/3  loss", "step 2/3  loss", "Saved checkpoint at step 2", "step 3/3  loss",
         "Saved checkpoint at step 3", "Run finished at step 3",
     ]  # fmt: skip
     lines = out.splitlines()
@@ -335,6 +336,8 @@ def _fail_in(thread: str, after: int = 0) -> Callable[[Any], Any]:
     return wrap
 
 
+# before the first step of the two lengths: the first target has timed each twice, the first drafter has run each and
+# then timed it twice, the others have run each
 FAILURES = {
     "target 0 while loading": (Target, "load", "target-0", 0, "target-0", 0),
     "target 1 while loading": (Target, "load", "target-1", 0, "target-1", 0),
@@ -342,9 +345,9 @@ FAILURES = {
     "drafter 1 while building": (drafters, "FlatParameters", "drafter-1", 0, "drafter-1", 0),
     "drafter 0 while warming up": (drafters, "block_loss", "drafter-0", 1, "drafter-0", 0),
     "drafter 1 while warming up": (drafters, "block_loss", "drafter-1", 0, "drafter-1", 0),
-    "target 0 at its first batch": (Target, "features", "target-0", 0, "target-0", 1),
+    "target 0 at its first batch": (Target, "features", "target-0", 4, "target-0", 1),
     "target 1 at its third batch": (Target, "features", "target-1", 2, "target-1", 3),
-    "drafter 0 at step 1": (drafters, "block_loss", "drafter-0", 2, "drafter-0", 1),
+    "drafter 0 at step 1": (drafters, "block_loss", "drafter-0", 6, "drafter-0", 1),
     "drafter 1 at step 3": (drafters, "block_loss", "drafter-1", 4, "drafter-1", 3),
     "drafter 0 while saving": (checkpoint, "save", "drafter-0", 0, "drafter-0", 2),
     "a prefetcher at its first batch": (Prefetcher, "_prepare", "prefetch", 0, "target-", 0),
@@ -404,8 +407,8 @@ def test_data_of_another_tokenizer_is_told(tmp_path: Path, start: Start) -> None
 
 
 def _at_batch(number: int, value: float) -> Callable[..., torch.Tensor]:
-    """Target.features with `value` in the features of the number-th call, from 1."""
-    features, lock, calls = Target.features, threading.Lock(), [0]
+    """Target.features with `value` in the features of the number-th batch, from 1; two lengths are timed twice before."""
+    features, lock, calls = Target.features, threading.Lock(), [-4]
 
     def poisoned(self: Target, *args: Any, **kwargs: Any) -> torch.Tensor:
         result = features(self, *args, **kwargs)
@@ -485,6 +488,7 @@ def _until(process: subprocess.Popen[str], line: str) -> None:
 
 def test_a_hung_worker_does_not_keep_the_process(tmp_path: Path, parts: tuple[Path, Path]) -> None:
     patch = """
+        from trainer.pipeline.targets import Producer
         hung = threading.Event()
         def hang(self, *args, **kwargs):
             if threading.current_thread().name == "target-1":
@@ -492,7 +496,7 @@ def test_a_hung_worker_does_not_keep_the_process(tmp_path: Path, parts: tuple[Pa
                 threading.Event().wait()
             hung.wait(30)
             raise RuntimeError("injected")
-        Target.features = hang
+        Producer.deliver = hang
         """
     process = _process(tmp_path, parts, patch)
     _, err = process.communicate(timeout=60)
@@ -644,6 +648,7 @@ def test_a_shape_that_was_not_compiled_is_refused_by_name(
     def only_the_short(self: drafters.DrafterWorker, length: int) -> None:
         if length == 64:
             warm_up(self, length)
+        self.batch_ms.setdefault(length, 1.0)
 
     monkeypatch.setattr(drafters.DrafterWorker, "_warm_up", only_the_short)
     assert start("run", runtime={"compile": "on"}, train={"steps": 20}) == 1

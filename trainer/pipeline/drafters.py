@@ -2,7 +2,9 @@
 
 from __future__ import annotations
 
+import functools
 import time
+from collections.abc import Callable
 from typing import Any, Protocol
 
 import torch
@@ -54,7 +56,7 @@ class Learner(Worker):
     """A worker that builds and warms up one replica of the drafter, then trains it step by step.
 
     Attributes:
-        step_ms: milliseconds of a step by bucket length, the exchange left out; measured in the warm-up.
+        batch_ms: milliseconds of a step by length, the exchange left out; of the first drafter, measured in the warm-up.
         totals: float64 [3] on the device, since the last `take_totals`: loss, acceptance length, and the number of
             finite steps they are summed over.
         nonfinite: int64 [2] on the device: non-finite steps since the run (or its resumption) began, and the number of
@@ -74,6 +76,7 @@ class Learner(Worker):
         self.index = index
         self.at_step = plan.first
         self.finished = False
+        self.batch_ms: dict[int, float] = {}
         self.compiled = compile.wanted(plan.config.runtime, self.device.torch)
         self.captured = graphs.wanted(plan.config.runtime, self.device.torch)
         self._plan = plan
@@ -169,7 +172,8 @@ class Learner(Worker):
         batch = DrafterBatch(
             features=torch.zeros(rows, length, width, dtype=plan.dtype(device), device=device),
             tokens=tokens,
-            anchors=torch.arange(count, device=device).expand(rows, count).contiguous(),
+            # all over the row: what a block sees decides what it costs
+            anchors=(torch.arange(count, device=device) * (length - 1) // count).repeat(rows, 1),
             valid=valid,
             lengths=torch.full((rows,), length, dtype=torch.int64, device=device),
             starts=torch.zeros(rows, length, dtype=torch.int64, device=device),
@@ -177,17 +181,26 @@ class Learner(Worker):
             labels_valid=torch.ones_like(labels, dtype=torch.bool),
         )
         self._backward(batch)
+        learn: Callable[[], object] = functools.partial(self._backward, batch)
         if self.captured:
-            self._backwards[length] = (batch, self._recorder.capture(lambda: self._backward(batch)))
+            graph = self._recorder.capture(functools.partial(self._backward, batch))
+            self._backwards[length], learn = (batch, graph), graph.replay
+        if self.index == 0:
+            self.batch_ms[length] = self.device.milliseconds(learn)
 
     def _warm_up_update(self) -> None:
         """An update that is dropped, for its loss is NaN: loads what it needs, and is captured; changes nothing."""
         self._mean.fill_(torch.nan)
         self._update()
-        for counted in (self.optimizer.dropped, self.totals, self.nonfinite):
-            counted.zero_()
+        update: Callable[[], object] = self._update
         if self.captured:
             self._update_graph = self._recorder.capture(self._update)
+            update = self._update_graph.replay
+        if self.index == 0:
+            more = self.device.milliseconds(update)
+            self.batch_ms = {length: ms + more for length, ms in self.batch_ms.items()}
+        for counted in (self.optimizer.dropped, self.totals, self.nonfinite):
+            counted.zero_()
 
     def _backward(self, batch: DrafterBatch) -> tuple[Tensor, Tensor]:
         """The batch's gradient, times its weight, into `flat.gradients`; its metrics [2] and weight []."""

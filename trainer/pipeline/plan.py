@@ -15,6 +15,7 @@ from trainer.data.batches import BatchPlan, BatchRows
 from trainer.data.dataset import Dataset
 from trainer.modeling.layout import DrafterConfig
 from trainer.modeling.target import resolve_dtype
+from trainer.pipeline.balance import Placement
 
 
 class OwnBatches(NamedTuple):
@@ -76,6 +77,27 @@ class Plan:
     def own_batches(self) -> OwnBatches:
         before = sum(self.drafters_by_node[: self.node])
         return OwnBatches(self.batches, self.drafters, before, self.all_drafters)
+
+    def on(self, placement: Placement, drafters_by_node: tuple[int, ...] = ()) -> Plan:
+        """The same run on other devices of this node; its end follows from the number of all drafters."""
+        devices = dataclasses.replace(
+            self.config.devices,
+            topology="colocated" if placement.colocated else "split",
+            targets=placement.targets,
+            drafters=placement.drafters,
+        )
+        config = dataclasses.replace(self.config, devices=devices)
+        return dataclasses.replace(
+            self,
+            config=config,
+            target_devices=tuple(map(torch.device, placement.targets)),
+            drafter_devices=tuple(map(torch.device, placement.drafters)),
+            colocated=placement.colocated,
+            drafters_by_node=drafters_by_node,
+            steps=steps_of(
+                config, self.batches.batches_per_epoch, sum(drafters_by_node) or len(placement.drafters)
+            ),
+        )
 
     def epoch(self, step: int) -> float:
         """Passes over the data when `step` steps are done."""

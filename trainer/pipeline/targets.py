@@ -86,6 +86,7 @@ class Producer:
         self.compiled = False
         self.captured = False
         self.data_wait = 0.0  # seconds that this target has waited for data
+        self.batch_ms: dict[int, float] = {}  # by length, of the first target: measured after its warm-up
         self._plan = plan
         # colocated: this thread's own; else a drafter's stream belongs to another thread, on the same device too
         self._views = [device if plan.colocated else Device(view) for view in plan.drafter_devices]
@@ -100,6 +101,8 @@ class Producer:
         self.target = self._load(self.device.torch)
         with compile.WARM_UP:
             self._warm_up(check)
+            if self.index == 0:
+                self._measure(check)
         self.device.mark().wait()
         events.target_ready(index=self.index, device=str(self.device), seconds=time.monotonic() - began)
         return self.target
@@ -125,6 +128,14 @@ class Producer:
             if recorder is not None:
                 function = functools.partial(self.target.features, *static)
                 self._graphs[length] = (static, recorder.capture(function))
+
+    def _measure(self, check: Callable[[], None]) -> None:
+        for length in self._plan.batches.lengths:
+            check()
+            ids = torch.zeros(self._plan.config.train.batch_size, length, dtype=torch.int64)
+            ids = ids.to(self.device.torch)
+            inputs = (ids, torch.full_like(ids[:, 0], length), torch.zeros_like(ids))
+            self.batch_ms[length] = self.device.milliseconds(functools.partial(self.features, *inputs))
 
     @contextlib.contextmanager
     def reading(self) -> Iterator[Iterator[Prepared]]:

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import functools
+from collections import Counter
 from collections.abc import Callable
 from dataclasses import dataclass, field
 
@@ -10,6 +11,7 @@ import torch
 
 from trainer.modeling.drafter import Drafter
 from trainer.modeling.target import Target
+from trainer.pipeline.balance import Costs
 from trainer.pipeline.channel import Channel, Waits
 from trainer.pipeline.colocated import ColocatedWorker
 from trainer.pipeline.crew import Crew
@@ -20,6 +22,12 @@ from trainer.pipeline.plan import Course, Plan
 from trainer.pipeline.targets import Delivery, TargetWorker
 from trainer.runtime import compile
 
+Load = Callable[[torch.device], Target]
+"""Makes a target on a device; called in the thread of the worker that uses it."""
+
+PART = 1 << 25
+"""Numbers of a gradient whose way to another device is timed."""
+
 
 @dataclass
 class Training:
@@ -29,7 +37,7 @@ class Training:
     plan: Plan
     course: Course
     start: Start
-    load: Callable[[torch.device], Target]
+    load: Load
     nodes: Nodes = field(default_factory=Nodes)
 
     def __post_init__(self) -> None:
@@ -53,7 +61,7 @@ class Training:
             self.crew.add(worker)
             self.crew.wait(functools.partial(_is_loaded, worker))
 
-    def start_drafters(self, lead: Lead) -> None:
+    def start_drafters(self, lead: Lead | None) -> None:
         """Start the drafters, each when the one before is warm. `lead` is called after each step of the first."""
         parameters = sum(p.numel() for p in _on_meta(self.plan).parameters())
         self.crew.events.drafters_starting(count=self.plan.drafters, parameters=parameters)
@@ -75,6 +83,39 @@ class Training:
         self.crew.begin()
         self.crew.wait(lambda: all(worker.finished for worker in self.drafters))
         compile.refuse_recompiles(False)
+
+    def costs(self) -> Costs:
+        """What a batch takes a target and a drafter, over lengths as often as they come; measured in the warm-up."""
+        batches = self.plan.batches
+        drawn = range(0, batches.batches_per_epoch, -(-batches.batches_per_epoch // 1000))
+        often = Counter(batches.batch(k).length for k in drawn)
+
+        target, drafter = self.targets[0].producer.batch_ms, self.drafters[0].batch_ms
+        lengths = [(n / len(drawn), target[length], drafter[length]) for length, n in often.items()]
+        return Costs(
+            rows=batches.batch_size,
+            samples=batches.samples_a_batch,
+            target_ms=sum(share * ms for share, ms, _ in lengths),
+            drafter_ms=sum(share * ms for share, _, ms in lengths),
+            exchange_ms=self._exchange_ms(),
+            lengths=tuple(lengths),
+        )
+
+    def _exchange_ms(self) -> float:
+        """What one more drafter adds to a step: its gradients are fetched and added. Timed on a part of them.
+
+        From another device where the run has one; call it while the workers rest.
+        """
+        first = self.drafters[0]
+        here = first.device
+        every = (*self.plan.drafter_devices, *self.plan.target_devices)
+        other = next((device for device in every if device != here.torch), here.torch)
+        gradients = first.flat.gradients
+        part = gradients[:PART].to(other)
+        with here.entered():
+            total = part.to(here.torch, torch.float32)
+            took = here.milliseconds(lambda: total.add_(here.fetch(part, here.mark())))
+        return took * len(gradients) / len(part)
 
     def waits(self) -> Waits:
         """How long workers have waited so far."""

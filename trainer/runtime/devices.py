@@ -4,7 +4,8 @@ from __future__ import annotations
 
 import contextlib
 import os
-from collections.abc import Iterator
+import time
+from collections.abc import Callable, Iterator
 
 import torch
 from torch import Tensor
@@ -77,6 +78,17 @@ class Device:
         """Let this worker's later work wait for `mark`, on the device; the thread goes on."""
         if self.stream is not None and mark.event is not None:
             self.stream.wait_event(mark.event)
+
+    def milliseconds(self, work: Callable[[], object], runs: int = 2) -> float:
+        """The least that `work` took in `runs` runs, until its last result is there."""
+        took = []
+        for _ in range(runs):
+            self.mark().wait()
+            began = time.perf_counter()
+            work()
+            self.mark().wait()
+            took.append((time.perf_counter() - began) * 1000)
+        return min(took)
 
     def fetch(self, source: Tensor, mark: Mark) -> Tensor:
         """`source` for use on this device, in this worker's stream, complete once `mark` has passed.

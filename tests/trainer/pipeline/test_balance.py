@@ -1,0 +1,125 @@
+"""Which T : D is best: the formula against a simulation of the workers, and the known cases."""
+
+from __future__ import annotations
+
+import random
+
+import pytest
+from hypothesis import given, settings
+from hypothesis import strategies as st
+
+from trainer.pipeline.balance import Costs, Placement, best, placements
+
+MS = st.floats(0.5, 50.0)
+
+
+def simulated(targets: int, drafters: int, costs: Costs, depth: int, steps: int, seed: int = 0) -> float:
+    """Milliseconds a step, by following every batch: target k mod T, room in the channel, drafters in lockstep."""
+    lengths = costs.lengths or ((1.0, costs.target_ms, costs.drafter_ms),)
+    drawn = random.Random(seed).choices(lengths, [share for share, _, _ in lengths], k=steps * drafters)
+    free = [0.0] * targets  # when each target can begin its next batch
+    taken = [[0.0] for _ in range(drafters)]  # when each drafter took its n-th batch
+    ended = [0.0]  # when each step ended
+    exchange = costs.exchange_ms * (drafters - 1)
+    for step in range(steps):
+        arrived = []
+        for d in range(drafters):
+            k = step * drafters + d
+            made = free[k % targets] + drawn[k][1]
+            # admitted once it is among the next `depth` of its drafter: the batch `depth` before it has been taken
+            room = taken[d][step - depth + 1] if step >= depth else 0.0
+            free[k % targets] = put = max(made, room)
+            arrived.append(max(put, ended[-1]))
+            taken[d].append(arrived[-1])
+        ended.append(max(at + drawn[step * drafters + d][2] for d, at in enumerate(arrived)) + exchange)
+    half = steps // 2
+    return (ended[-1] - ended[half]) / (steps - half)
+
+
+@settings(max_examples=150, deadline=None)
+@given(st.integers(1, 6), st.integers(1, 6), MS, MS, st.floats(0, 2), st.integers(2, 4))
+def test_the_slower_side_sets_the_pace(
+    targets: int, drafters: int, target_ms: float, drafter_ms: float, exchange_ms: float, depth: int
+) -> None:
+    costs = Costs(1, 1.0, target_ms, drafter_ms, exchange_ms)
+    names = [f"cuda:{i}" for i in range(targets + drafters)]
+    way = Placement(tuple(names[:targets]), tuple(names[targets:]))
+    assert simulated(targets, drafters, costs, depth, 400) == pytest.approx(way.step_ms(costs), rel=0.02)
+    assert -1e-9 <= way.idle(costs) < 1
+
+
+@settings(max_examples=60, deadline=None)
+@given(st.integers(1, 6), st.integers(1, 6), MS, MS, st.floats(0.1, 0.9), st.floats(0.1, 1.0))
+def test_the_longest_batch_of_a_step_sets_the_pace(
+    targets: int, drafters: int, target_ms: float, drafter_ms: float, share: float, short: float
+) -> None:
+    """Never faster than said, and not much slower: the channel evens out what comes unevenly."""
+    lengths = ((share, target_ms * short, drafter_ms * short), (1 - share, target_ms, drafter_ms))
+    means = [sum(length[0] * length[i] for length in lengths) for i in (1, 2)]
+    costs = Costs(1, 1.0, *means, lengths=lengths)
+    names = [f"cuda:{i}" for i in range(targets + drafters)]
+    way = Placement(tuple(names[:targets]), tuple(names[targets:]))
+    found = simulated(targets, drafters, costs, 3, 2000) / way.step_ms(costs)
+    assert 0.95 <= found <= 1.25
+
+
+def test_the_longest_of_several() -> None:
+    costs = Costs(1, 1.0, 15.0, 3.0, lengths=((0.5, 10.0, 2.0), (0.5, 20.0, 4.0)))
+    assert [costs.longest_ms(n, target=False) for n in (1, 2, 3)] == [3.0, 3.5, 3.75]
+    assert costs.longest_ms(2, target=True) == 21.0
+    assert Placement(("a", "b"), ("a", "b"), colocated=True).step_ms(costs) == 21.0
+
+
+@given(st.integers(1, 8), MS, MS, st.floats(0, 2))
+def test_the_best_is_not_beaten_and_work_is_conserved(
+    count: int, target_ms: float, drafter_ms: float, exchange_ms: float
+) -> None:
+    costs = Costs(4, 4.0, target_ms, drafter_ms, exchange_ms)
+    ways = placements([f"cuda:{i}" for i in range(count)])
+    assert len(ways) == count
+    assert all(way.devices == ways[0].devices for way in ways)
+    found = best(ways, costs)
+    for way in ways:
+        assert way.samples_per_s(costs) * 0.98 <= found.samples_per_s(costs) * (1 + 1e-9)
+        busy = way.samples_per_s(costs) / 4.0 * (target_ms + drafter_ms) / 1000  # devices kept busy
+        assert busy == pytest.approx(count * (1 - way.idle(costs)))
+
+
+@pytest.mark.parametrize(
+    ("target", "drafter", "split"),
+    [
+        (1000 / 224.6, 1000 / 73.66, "2 : 6"),
+        (1000 / 18.40, 1000 / 10.97, "3 : 5"),
+        (1000 / 4.04, 1000 / 5.14, "4 : 4"),
+    ],
+)
+def test_balance_follows_the_size_of_the_target(target: float, drafter: float, split: str) -> None:
+    """Of eight GPUs at the arithmetic limit, for targets of 0.6B, 8B and 32B."""
+    costs = Costs(1, 1.0, target, drafter)
+    eight = placements([f"cuda:{i}" for i in range(8)])
+    assert str(best(eight[1:], costs)) == split
+    assert str(best(eight, costs)) == "8 colocated", "nobody waits where everyone does both"
+    five_three = next(way for way in eight if str(way) == "5 : 3")
+    if split == "3 : 5":
+        assert five_three.samples_per_s(costs) == pytest.approx(3 * 10.97)
+        assert five_three.idle(costs) == pytest.approx(1 - (3 + 3 * 10.97 / 18.40) / 8)
+
+
+def test_a_dear_exchange_makes_fewer_drafters_better() -> None:
+    costs = Costs(1, 1.0, 5.0, 14.0, 0.5)
+    assert str(best(placements([f"cuda:{i}" for i in range(8)]), costs)) == "2 : 6"
+
+
+def test_workers_that_share_a_device_share_its_time() -> None:
+    costs = Costs(1, 1.0, 10.0, 20.0)
+    assert Placement(("cuda:0",), ("cuda:0",)).step_ms(costs) == 30.0
+    assert Placement(("cpu", "cpu"), ("cpu", "cpu")).step_ms(costs) == 60.0
+    assert Placement(("cuda:0", "cuda:1"), ("cuda:1",)).step_ms(costs) == 25.0
+    assert placements(["cuda:0"]) == [Placement(("cuda:0",), ("cuda:0",), colocated=True)]
+
+
+def test_a_resumed_run_keeps_its_number_of_drafters() -> None:
+    four = [f"cuda:{i}" for i in range(4)]
+    assert [str(way) for way in placements(four, 3)] == ["3 colocated", "1 : 3"]
+    assert [str(way) for way in placements(four, 4)] == ["4 colocated"]
+    assert placements(four, 5) == []

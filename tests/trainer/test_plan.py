@@ -1,0 +1,59 @@
+"""python -m trainer plan: a table for each size of batch, for devices that are there or only like them."""
+
+from __future__ import annotations
+
+import json
+from pathlib import Path
+
+import pytest
+
+from tests.trainer.pipeline.runs import make_dataset, make_target, write_config
+from trainer import memory
+from trainer.__main__ import main
+from trainer.pipeline.balance import Costs, Placement
+
+
+@pytest.fixture(scope="module")
+def config(tmp_path_factory: pytest.TempPathFactory) -> Path:
+    folder = tmp_path_factory.mktemp("parts")
+    return write_config(folder / "c.toml", make_target(folder / "target"), make_dataset(folder / "data"))
+
+
+def test_a_table_for_each_size_of_batch(
+    config: Path, tmp_path: Path, capsys: pytest.CaptureFixture[str]
+) -> None:
+    out = tmp_path / "p.json"
+    assert (
+        main(["plan", "--config", str(config), "--batch", "2,4", "--devices", "3", "--json", str(out)]) == 0
+    )
+    report = json.loads(out.read_text())
+    assert report["devices"] == ["cpu:0", "cpu:1", "cpu:2"]
+    assert [batch["rows"] for batch in report["batches"]] == [2, 4]
+    for batch in report["batches"]:
+        assert [way["placement"] for way in batch["ways"]] == ["3 colocated", "1 : 2", "2 : 1"]
+        assert sum(way["best"] for way in batch["ways"]) == 1
+        costs = Costs(**batch["costs"])
+        assert (costs.rows, costs.samples) == (batch["rows"], batch["rows"])
+        split = Placement(("a",), ("b", "c"))
+        assert batch["ways"][1]["samples_per_s"] == pytest.approx(split.samples_per_s(costs), rel=1e-3)
+    most = [batch["ways"][0]["memory"] for batch in report["batches"]]
+    assert most[0] < most[1] < 2 * most[0]
+    lines = capsys.readouterr().out.splitlines()
+    assert [line for line in lines if line.startswith("batch of 2 rows: target ")]
+    assert lines[-1].startswith("fastest: ")
+
+
+def test_without_options_what_is_configured(config: Path, capsys: pytest.CaptureFixture[str]) -> None:
+    assert main(["plan", "--config", str(config)]) == 0
+    assert "  1 colocated " in capsys.readouterr().out
+
+
+def test_what_fits_nowhere_is_said(
+    config: Path, monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
+) -> None:
+    monkeypatch.setattr(memory, "free_bytes", lambda device: 1000)
+    monkeypatch.setattr(memory.predict, "__defaults__", (lambda device: 1000,))
+    assert main(["plan", "--config", str(config)]) == 1
+    out, err = capsys.readouterr()
+    assert "batch of 2 rows: does not fit" in out
+    assert err.startswith("error: no batch fits")

@@ -1,0 +1,130 @@
+"""python -m trainer plan: how to share out the devices, and how large a batch to take, for this target and this data.
+
+One target and one drafter are warmed up as in a run, on the first devices, and timed with each size of batch; what every
+way to share out the devices makes of that is arithmetic (`pipeline/balance.py`).
+"""
+
+from __future__ import annotations
+
+import argparse
+import dataclasses
+import json
+import sys
+import tempfile
+from pathlib import Path
+from typing import Any
+
+from trainer import memory
+from trainer.config import ConfigError, load
+from trainer.data.arrangement import arrange
+from trainer.events import Events, gib
+from trainer.memory import TargetSize
+from trainer.options import at_least
+from trainer.pipeline import probe
+from trainer.pipeline.balance import Placement, best
+from trainer.pipeline.crew import Crew
+from trainer.pipeline.nodes import Nodes
+from trainer.pipeline.plan import Plan, placed
+from trainer.runtime.signals import Signals
+from trainer.train import Run
+
+
+def _counts(text: str) -> list[int]:
+    return [at_least(1)(part) for part in text.split(",")]
+
+
+def add_arguments(parser: argparse.ArgumentParser) -> None:
+    parser.add_argument("--config", required=True, type=Path, metavar="F", help="the run's TOML file")
+    parser.add_argument(
+        "--batch",
+        type=_counts,
+        default=[],
+        metavar="N,N",
+        help="rows a batch to try; train.batch_size by default",
+    )
+    parser.add_argument(
+        "--devices", type=at_least(1), default=0, metavar="N", help="plan for N devices like the first one"
+    )
+    parser.add_argument(
+        "--run-dir", type=Path, metavar="DIR", help="where prepared data is kept; else it is prepared anew"
+    )
+    parser.add_argument("--json", type=Path, metavar="FILE", help="write everything there")
+
+
+def run(args: argparse.Namespace) -> int:
+    """Measure, print a table a batch size. Returns 0. Raises ConfigError, and what a worker raises."""
+    with tempfile.TemporaryDirectory() as folder:
+        crew = Crew(Events(None, sys.stdout))
+        job = Run(args.config, (args.run_dir or Path(folder)).absolute(), "", crew, Signals(), Nodes())
+        config = load(args.config)
+        config = dataclasses.replace(config, devices=placed(config.devices))
+        base, size, load_target = job.inputs(config)
+        here = probe.pool(config.devices)
+        names = _like(here[0], args.devices) if args.devices else here
+        report: dict[str, Any] = {"devices": names, "batches": []}
+        for rows in args.batch or [config.train.batch_size]:
+            train = dataclasses.replace(base.config.train, batch_size=rows)
+            changed = dataclasses.replace(base.config, train=train)
+            batches = arrange(base.dataset, changed).plan
+            plan = dataclasses.replace(base, config=changed, batches=batches)
+            report["batches"].append(_batch(plan, size, load_target, here, names))
+            if args.json is not None:
+                args.json.write_text(json.dumps(report, indent=1) + "\n", "utf-8")
+        _conclude(report)
+    return 0
+
+
+def _like(name: str, count: int) -> list[str]:
+    kind = name.partition(":")[0]
+    return [f"{kind}:{i}" for i in range(count)]
+
+
+def _batch(
+    plan: Plan, size: TargetSize, load_target: probe.KeptTargets, here: list[str], names: list[str]
+) -> dict[str, Any]:
+    """Measure one size of batch, and print what each way to share out `names` makes of it."""
+    rows = plan.config.train.batch_size
+    room = {str(p.device): p.free for p in memory.predict(plan.on(_all(here)), size, memory.shapes_of(plan))}
+
+    def free(device: Any) -> int | None:  # a device that is not there has what the first has
+        return room.get(str(device), room[here[0]])
+
+    possible = probe.fitting(plan, size, here, free=free)
+    ways = probe.fitting(plan, size, names, free=free)
+    if not possible or not ways:
+        print(f"batch of {rows} rows: does not fit, whatever has which device", flush=True)
+        return {"rows": rows, "ways": []}
+    costs = probe.measure(plan, load_target, possible[0])
+    fastest = best(ways, costs)
+    print(
+        f"batch of {rows} rows: target {costs.target_ms:.2f} ms, drafter {costs.drafter_ms:.2f} ms, exchange "
+        f"{costs.exchange_ms:.2f} ms for each further drafter",
+        flush=True,
+    )
+    told = []
+    for way in ways:
+        most = max(p.total for p in memory.predict(plan.on(way), size, memory.shapes_of(plan), free))
+        entry = {**probe.told(way, costs), "memory": most, "best": way == fastest}
+        told.append(entry)
+        print(
+            f"  {entry['placement']:<14} {entry['samples_per_s']:>9.1f} smp/s  {entry['idle'] * 100:>3.0f} % idle  "
+            f"{entry['rows_a_step']:>5} rows a step  {gib(most):>10}{'  best' if entry['best'] else ''}",
+            flush=True,
+        )
+    return {"rows": rows, "costs": dataclasses.asdict(costs), "ways": told}
+
+
+def _all(names: list[str]) -> Placement:
+    return Placement(tuple(names), tuple(names), colocated=True)
+
+
+def _conclude(report: dict[str, Any]) -> None:
+    found = [
+        (way["samples_per_s"], batch["rows"], way) for batch in report["batches"] for way in batch["ways"]
+    ]
+    if not found:
+        raise ConfigError(
+            "no batch fits: lower train.anchors or data.max_length, or take fewer drafter layers"
+        )
+    rate, rows, way = max(found, key=lambda entry: entry[0])
+    print(f"fastest: {way['placement']} with batches of {rows} rows, {rate:.1f} smp/s")
