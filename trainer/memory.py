@@ -287,6 +287,9 @@ def _predict(
         items["optimizer"] = drafters * optimizer_bytes(weights)
         if plan.all_drafters > 1:
             items["sum of gradients"] = drafters * 4 * weights
+            others = len(set(plan.drafter_devices)) - 1
+            if captured and others:  # else they come when the activations have gone
+                items["gradients of others"] = drafters * min(2, others) * c * min(weights, CHUNK)
         if not (targets and there == plan.dtype(device)):
             items["embedding and head"] = (
                 drafters * c * shape.vocab_size * shape.hidden_size * (1 if size.tied else 2)

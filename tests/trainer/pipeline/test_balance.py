@@ -53,14 +53,16 @@ def test_the_slower_side_sets_the_pace(
 def test_the_longest_batch_of_a_step_sets_the_pace(
     targets: int, drafters: int, target_ms: float, drafter_ms: float, share: float, short: float
 ) -> None:
-    """Never faster than said, and not much slower: the channel evens out what comes unevenly."""
+    """Never faster than said; and not much slower where one side has twice the other's work, else the channel would have to
+    be deeper to even out what comes unevenly."""
     lengths = ((share, target_ms * short, drafter_ms * short), (1 - share, target_ms, drafter_ms))
     means = [sum(length[0] * length[i] for length in lengths) for i in (1, 2)]
     costs = Costs(1, 1.0, *means, lengths=lengths)
     names = [f"cuda:{i}" for i in range(targets + drafters)]
     way = Placement(tuple(names[:targets]), tuple(names[targets:]))
     found = simulated(targets, drafters, costs, 3, 2000) / way.step_ms(costs)
-    assert 0.95 <= found <= 1.25
+    work = means[0] * drafters / targets, costs.longest_ms(drafters, target=False)
+    assert 0.95 <= found <= (1.15 if max(work) >= 2 * min(work) else 2)
 
 
 def test_the_longest_of_several() -> None:
