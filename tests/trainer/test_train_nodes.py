@@ -317,6 +317,7 @@ def _read(stat: Path) -> list[str]:
         return []
 
 
+@pytest.mark.timeout(300)
 def test_torchrun_starts_all_again_from_the_last_checkpoint(
     tmp_path: Path, start: Start, torchrun: Torchrun
 ) -> None:
@@ -334,6 +335,7 @@ def test_torchrun_starts_all_again_from_the_last_checkpoint(
 
 
 @pytest.mark.slow
+@pytest.mark.timeout(300)
 def test_a_machine_that_is_lost_may_be_replaced(tmp_path: Path, start: Start, torchrun: Torchrun) -> None:
     """Its torchrun dies with it. The other waits for a new one, and they go on, whichever becomes node 0."""
     sections: dict[str, Any] = {"train": {"steps": 300, "checkpoint_every": 10, "log_every": 10}}
@@ -353,6 +355,7 @@ def test_a_machine_that_is_lost_may_be_replaced(tmp_path: Path, start: Start, to
 
 
 @pytest.mark.slow
+@pytest.mark.timeout(300)
 def test_a_stop_under_torchrun_is_a_good_end(tmp_path: Path, torchrun: Torchrun) -> None:
     """One node's trainer gets SIGTERM: all save and end, and no torchrun starts anything again."""
     sections: dict[str, Any] = {"train": {"steps": 100000, "log_every": 1000}}
