@@ -144,6 +144,24 @@ def test_a_failure_before_the_first_step_ends_all_with_its_reason(tmp_path: Path
     assert processes[1].err.count("Traceback") == 1
 
 
+def _load_for_ever() -> None:
+    from trainer.modeling.target import Target
+    from trainer.pipeline.crew import Crew
+
+    Crew.join.__defaults__ = (0.5,)  # type: ignore[attr-defined]  # it is waited for no longer
+    Target.load = lambda *_: time.sleep(600)  # type: ignore[assignment, method-assign]
+
+
+def test_a_stop_before_the_first_step_stops_all(tmp_path: Path, start: Start) -> None:
+    processes = start("run", 1, 1, before=(None, _load_for_ever))
+    _wait_for(processes[0], "Drafter 0 ready")
+    os.kill(processes[1].pid, signal.SIGTERM)
+    _ends(processes, 143, 143)
+    ends = events(tmp_path / "runs/run-0")[-1], events(tmp_path / "runs/run-1", file="events.node1.jsonl")[-1]
+    assert [end["status"] for end in ends] == ["stopped", "stopped"]
+    assert ") was stopped (SIGTERM): stopping" in processes[0].err
+
+
 def _refuse_to_save(*_: object) -> None:
     raise checkpoint.CheckpointError("the disk is full")
 
