@@ -58,7 +58,7 @@ def stress(
     losses = {}
     for graphs, last in (("off", reference), (how, steps)):
         with monkeypatch.context() as patch:
-            patch.setattr(train, "Course", lambda steps, last=last: Course(min(steps, last)))
+            patch.setattr(train, "Course", lambda steps, *agree, last=last: Course(min(steps, last), *agree))
             config = write_config(
                 folder / f"{graphs}.toml", *parts, runtime={"cuda_graphs": graphs}, **sections
             )
