@@ -32,12 +32,24 @@ _SECRETS = [
         r"(?i)((?:[\w-]{0,60}(?:token|secret|passw(?:or)?d|api[_-]?key|credential|private[_-]?key|access[_-]?key)[\w-]{0,30})"
         r"[\"']?\s{0,3}[:=]\s{0,3}[\"']?)([^\s\"',;}\]]{4,})"
     ),
-    re.compile(r"(?i)(--[\w-]{0,40}(?:token|secret|password|api-?key)\s+)(\S{4,})"),
+    # in a command line, or a list of its words
+    re.compile(
+        r"(?i)(--[\w-]{0,40}(?:token|secret|password|api-?key)(?:\s{1,9}|[\"'],\s{0,40}[\"']))([^\s\"']{4,})"
+    ),
     re.compile(r"(?i)(\b(?:bearer|basic)\s+)([\w.~+/=-]{8,})"),
     re.compile(r"(\w{2,12}://[^\s/:@]{0,80}:)([^\s/@]{1,200})(?=@)"),
     # values that are secrets by their form
-    re.compile(r"()\b((?:hf_|sk-|ghp_|gho_|github_pat_|xox[abp]-|AKIA|glpat-)[\w-]{8,200})"),
-    re.compile(r"(-----BEGIN [A-Z ]{0,30}PRIVATE KEY-----)([\s\S]{1,8000}?)(?=-----END)"),
+    re.compile(
+        r"()\b((?:hf_|sk-|gh[opsur]_|github_pat_|xox[abeprs]-|AKIA|ASIA|glpat-|nvapi-|pypi-|AIza)[\w-]{8,200})"
+    ),
+    re.compile(r"()\b(eyJ[\w-]{8,2000}\.[\w-]{8,4000}\.[\w-]{4,2000})"),  # a JSON web token
+    re.compile(
+        r"(https://hooks\.slack\.com/services/|https://discord(?:app)?\.com/api/webhooks/)([\w/-]{8,200})"
+    ),
+    re.compile(
+        r"(?i)([?&](?:x-amz-signature|x-goog-signature|x-amz-credential|sig|signature)=)([\w%+/.=-]{8,2000})"
+    ),
+    re.compile(r"(-----BEGIN [A-Z ]{0,30}PRIVATE KEY-----)((?:[^-]|-(?!----)){1,8000})"),
     re.compile(r"(?i)(wandb[^\n]{0,60}\b(?:key|login)\b[^\n]{0,20}\s)([0-9a-f]{40})\b"),
 ]
 _NUMBER = re.compile(r"^-?\d+(?:\.\d+)?$")

@@ -162,7 +162,7 @@ def _pattern(item: dict[str, Any], where: str) -> Pattern:
         raise ConfigError(f"{where}: unknown scope {scopes!r}", hint=f"use one of {', '.join(SCOPES)}")
     try:
         regex = re.compile(item["regex"])
-    except (re.error, KeyError, TypeError) as error:
+    except (re.error, KeyError, TypeError, OverflowError, RecursionError) as error:
         raise ConfigError(f"{where}: no valid regex ({error})", hint="a Python regex in `regex`") from error
     over = item.get("over", [])
     if not isinstance(over, list) or not all(isinstance(rule, str) for rule in over):
@@ -199,7 +199,7 @@ def load(extra: Path | None = None) -> Signatures:
         return Signatures(bundled)
     try:
         own = parse(tomllib.loads(extra.read_text("utf-8")), str(extra))
-    except (OSError, tomllib.TOMLDecodeError, UnicodeDecodeError) as error:
+    except (OSError, ValueError, RecursionError) as error:  # no TOML, no UTF-8, nested too deeply
         raise ConfigError(f"{extra}: {error}", hint="a TOML file with [class.NAME] tables") from error
     names = {s.name for s in own}
     return Signatures(own + [s for s in bundled if s.name not in names])

@@ -6,6 +6,7 @@ by shape finds what reading line by line finds; the class is one that outside to
 
 from __future__ import annotations
 
+import contextlib
 import json
 import sys
 import tempfile
@@ -13,12 +14,14 @@ import time
 from pathlib import Path
 
 import atheris  # type: ignore[import-not-found]
+import tomllib
 
 with atheris.instrument_imports(include=["dflashctl"]):
     from dflashctl import kernel, stacks
     from dflashctl.diagnose import bundle, engine, evidence, reader
     from dflashctl.diagnose import signatures as sig
     from dflashctl.diagnose.scanner import Scanner
+    from dflashctl.errors import ConfigError
     from dflashctl.render import diagnosis as screens
     from dflashctl.render.terminal import Terminal
 
@@ -34,6 +37,18 @@ FACTS = [
     {"process_alive": True, "seconds_since_last_line": 3, "gpu_util_pct": [97, 0]},
     {"process_alive": True, "seconds_since_last_line": 1e6, "gpu_util_pct": [0], "gpu_power_w": [60]},
 ]
+OWN = r"""
+[class.mixer-jammed]
+class = "unknown"
+group = "user"
+tier = 4
+role = "root"
+title = "the mixer of shard {shard} jammed"
+cause = "a shard without an end mark"
+advice = ["remake the shard", "or {rank}"]
+retry = "no"
+pattern = [{ scope = ["line", "exception"], regex = '(?i)MIXER (?P<shard>\d{1,5}) JAMMED|shard' , weak = true, echo = false }]
+"""
 SLOW = 2.0
 """Seconds (instrumented) that no input of the default size may take."""
 
@@ -77,11 +92,20 @@ def records(data: bytes) -> None:
     kernel.ours(text.split("\n"), 200, ["dflash-x.service"])
 
 
+def signatures(data: bytes) -> None:
+    """A file of the user's own: rules, or an error that names what is wrong."""
+    with contextlib.suppress(ConfigError, ValueError, RecursionError):  # no TOML: `load` says so
+        table = tomllib.loads(data[1:].decode())
+        own = sig.Signatures([*sig.parse(table, "own.toml"), KNOWN.by_name["user-exception"]])
+        scanner = engine.scan([b"step 1 | loss 2.0", b"ValueError: shard 7", b"MIXER 7 JAMMED"], own)
+        engine.conclude([scanner], FACTS[1], own)
+
+
 def one(data: bytes) -> None:
     if not data:
         return
     begun = time.process_time()
-    (records if data[0] == 0xFF else log)(data)
+    {0xFF: records, 0xFE: signatures}.get(data[0], log)(data)
     assert time.process_time() - begun < SLOW, "too slow"
 
 
@@ -89,6 +113,7 @@ def seeds(folder: Path) -> None:
     """The corpus and our variants: a log each, with a first byte for the facts."""
     for n, case in enumerate([*report.corpus(), *report.ours()]):
         (folder / f"{n:03d}").write_bytes(bytes([n % 250]) + case.log)
+    (folder / "own").write_bytes(b"\xfe" + OWN.encode())
     (folder / "event").write_bytes(b'\xff{"event": "failed", "error": "KeyError: 1", "t": 1e400}\n')
     stack = "Traceback (most recent call last):\nValueError: 1"
     extra = {"py_callstack": stack, "timestamp": "1"}

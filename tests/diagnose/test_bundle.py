@@ -24,6 +24,13 @@ from dflashctl.diagnose.evidence import diagnose_paths
         ("Authorization: Bearer abc.def-ghi", "abc.def-ghi"),
         ("clone https://me:pa55word@git.local/x", "pa55word"),
         ("using sk-abcdefghijkl", "sk-abcdefghijkl"),
+        ('["--api-key", "zzzzzzzz"]', "zzzzzzzz"),
+        ('"argv": [\n   "--hf-token",\n   "zzzzzzzz"\n  ]', "zzzzzzzz"),
+        ("x=eyJhbGciOiJIUzI1NiJ9.eyJzdWIiOiIxMjM0In0.SflKxwRJSMeKKF2QT4", "eyJzdWIiOiIxMjM0In0"),
+        ("posting to https://hooks.slack.com/services/T000/B000/XXXXsecretXXXX", "XXXXsecretXXXX"),
+        ("GET https://b.s3.amazonaws.com/x?X-Amz-Signature=0123abcd4567 200", "0123abcd4567"),
+        ("using AIzaSyA1234567890abcdefghij", "AIzaSyA1234567890"),
+        ("-----BEGIN PRIVATE KEY-----\nMIIcut", "MIIcut"),
         ("-----BEGIN RSA PRIVATE KEY-----\nMIIabc\n-----END RSA PRIVATE KEY-----", "MIIabc"),
     ],
 )
@@ -64,4 +71,4 @@ def test_what_is_in_it(tmp_path: Path) -> None:
     assert "Xid" in texts["kernel.txt"]
     assert "step 1" in texts["logs/run.log"]
     assert {"manifest.json", "state.json", "facts.json", "versions.txt"} <= set(texts)
-    assert not any(s in "".join(texts.values()) for s in ("hf_abcdefghijklmnop", "qqqqqqqq"))
+    assert not any(s in "".join(texts.values()) for s in ("hf_abcdefghijklmnop", "qqqqqqqq", "zzzzzzzz"))

@@ -104,6 +104,12 @@ ADVERSARIES = [
     "\x1b]",
     "-",
     "exitcode ",
+    "--api-key-",
+    "token",
+    "eyJaaaaaaaa.",
+    "a://b:",
+    "wandb key ",
+    "-----BEGIN PRIVATE KEY-----",
 ]
 """Pieces that, repeated, make the beginnings of matches that never end."""
 
@@ -131,6 +137,7 @@ def all_regexes() -> list[tuple[str, re.Pattern[Any]]]:
 
     found = [(f"{name}-{i}", p.regex) for name, i, p in PATTERNS]
     found += [(f"{words}-{i}", r) for words in ("sieve", "gates") for i, r in enumerate(searched(words))]
+    found += [(f"secret-{i}", regex) for i, regex in enumerate(bundle._SECRETS)]
     for module in (bundle, lines, reader, scanner, sieve, tracebacks):
         own = {n: v.regex if isinstance(v, Gated) else v for n, v in vars(module).items()}
         found += [(f"{module.__name__}.{n}", v) for n, v in own.items() if isinstance(v, re.Pattern)]
