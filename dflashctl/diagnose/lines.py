@@ -13,11 +13,13 @@ LIMIT = 8192
 """Characters of a line that are looked at: the first and the last half of this."""
 
 _ESCAPES = re.compile(r"\x1b(?:\[[0-9;:?<=>]*[ -/]*[@-~]|\][^\x07\x1b]*(?:\x07|\x1b\\)?|[@-Z\\-_])")
-_RANK = re.compile(r"\[(?:rank|default)[: ]?(\d{1,7})\]:\s?")
+_RANK = re.compile(
+    r"\[(?:rank[: ]?(\d{1,7})\]:\s?|default[: ]?(\d{1,7})\]:)"
+)  # torch's own, and torchrun's --tee
 _PREFIX = re.compile(
     r"^(?:"
     r"\((?P<ray>[\w.:-]+ (?:pid=\d+|rank=\d+)[^)]{0,80}\)) "  # ray
-    r"|(?P<mpi>\[\d+,\d+\]<std(?:out|err)>:)\s?"  # mpirun --tag-output
+    r"|(?P<mpi>\[\d+,\d+\]<std(?:out|err)>:)"  # mpirun --tag-output
     r"|\s{0,6}(?P<label>\d{1,6}): (?=\S|\s{2,}\S)"  # srun --label
     r"|(?P<compose>[\w.-]{1,60}-\d+)\s+\| "  # docker compose
     r"|[A-Z][a-z]{2} [ \d]\d \d\d:\d\d:\d\d(?:\.\d+)? [\w.-]{1,64} (?P<journal>[\w./@-]{1,40}(?:\[\d+\])?): "  # syslog
@@ -25,6 +27,7 @@ _PREFIX = re.compile(
     # pdsh
     r"|(?P<host>(?=[\w.-]{0,63}\d)[\w.-]{1,64}): (?=Traceback \(most|  File \"|    \S|\[rank\d|[\w.]*(?:Error|Exception)\b)"
     r"|\[?(?:\d{4}-\d\d-\d\d[T ]|\d\d/\d\d/\d\d \w{0,2}|)\d\d:\d\d:\d\d(?:[.,]\d+)?\]? +(?=Traceback \(most|  File \"|\w+Error\b)"
+    r"|\[\d{4}-\d\d-\d\d[T ]\d\d:\d\d:\d\d(?:[.,]\d+)?\] (?=\S|\s{2,}\S)"  # ts
     r"|(?P<process>\w+\[\d+\]): (?=Traceback \(most|  File \"|    \S|\w+Error\b)"
     r")"
 )
@@ -120,7 +123,7 @@ def parse(number: int, raw: bytes) -> Line:
     for _ in range(3):
         found = _RANK.match(text)
         if found:
-            rank = int(found.group(1))
+            rank = int(found.group(1) or found.group(2))
             stream = f"rank {rank}"
         else:
             found = _PREFIX.match(text)
@@ -167,6 +170,8 @@ def is_progress(text: str) -> bool:
     text = text[:2000]
     if not _PROGRESS.search(text) or _AT_ZERO.search(text) or _FAILURE.search(text):
         return False
+    if text.startswith("wandb: ") or text.endswith("]Killed"):
+        return False  # a summary after the end; the shell's word behind a bar
     return bool(_MEASURE.search(text) or _RATE.search(text))
 
 

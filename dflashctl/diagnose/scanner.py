@@ -19,7 +19,7 @@ _IGNORED = re.compile(
     r"^(?:Exception ignored (?:in|on|while)\b|Error in atexit\._run_exitfuncs|Error in sys\.excepthook)"
 )
 _SURVIVED = Gated(
-    r"(?i)\b(?:trying|retry(?:ing)?|retries|skip(?:s|ped|ping)?|ignor(?:ed?|ing)|recover(?:ed|ing|s)?|restart(?:ed|ing)"
+    r"(?i)\b(?:trying(?! to\b)|retry(?:ing)?|retries|skip(?:s|ped|ping)?|ignor(?:ed?|ing)|recover(?:ed|ing|s)?|restart(?:ed|ing)"
     r"|fall(?:ing|s)? ?back|fallback|continu(?:e|es|ed|ing)|caught|handled|non-fatal|reduc(?:ed|ing)|resum(?:ed|ing)"
     r"|not critical|halv(?:ed|ing)|respawn(?:ed|ing)?|requeu(?:ed|eing)|will be (?:replaced|disabled)|disabl(?:ed|ing))\b"
 )
@@ -183,19 +183,19 @@ class Scanner:
 
     def _unled(self, line: Line) -> Line:
         """Without the head that some loggers put before every line of a traceback, learnt from its first line."""
-        at = line.text.find(HEADER)
-        if 0 < at <= LEAD and _LOGGED.search(line.text[:at]) and not ln.is_data(line.text):
-            lead = line.text[:at]
-            self._leads[line.stream] = re.compile(re.sub(r"\d+", r"\\d+", re.escape(lead)))
-            return replace(line, text=line.text[at:])
+        at = line.raw.find(HEADER)
+        if 0 < at <= LEAD and _LOGGED.search(line.raw[:at]) and not ln.is_data(line.text):
+            lead = re.escape(line.raw[:at])
+            self._leads[line.stream] = re.compile(re.sub(r"\d+", r"\\d+", lead))
+            return replace(line, text=line.raw[at:])
         known = self._leads.get(line.stream)
         if known is None:
             return line
-        found = known.match(line.text)
+        found = known.match(line.raw)
         if found is None or line.stream not in self._blocks:
             self._leads.pop(line.stream)
             return line
-        return replace(line, text=line.text[found.end() :], level="", glog=False)
+        return replace(line, text=line.raw[found.end() :], level="", glog=False)
 
     def _in_block(self, line: Line) -> bool:
         """Tracebacks: header, frames, exception, continuation, chain."""

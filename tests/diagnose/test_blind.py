@@ -2,6 +2,8 @@
 
 from __future__ import annotations
 
+import re
+
 import pytest
 
 from dflashctl.diagnose import Diagnosis, diagnose
@@ -40,6 +42,60 @@ def test_the_achieved_level_is_held(found: list[tuple[blind.Case, Diagnosis]]) -
         "verdict": [(c.name, c.verdicts, d.verdict) for c, d in found if d.verdict not in c.verdicts],
     }  # fmt: skip
     assert wrong == {"class": [], "root": [], "verdict": []}
+
+
+PREFIXES = (
+    b"[rank0]: ",
+    b"2026-11-29T02:00:00.123456789Z ",
+    b"2026-11-29T02:00:00.123456789Z stderr F ",
+    b"trainer-1  | ",
+    b"0: ",
+    b"Nov 29 04:00:00 n1 trainer[881]: ",
+    b"(Worker pid=881, ip=10.0.0.1) ",
+    b"[default0]:",
+    b"[1,0]<stderr>:",
+    b"[2026-11-29 02:00:00] ",
+)
+"""What torch, docker, kubelet, compose, srun, journald, ray, torchrun, mpirun and `ts` put before each line."""
+PREFIXED = re.compile(
+    rb"(?m)^\(?\[?(?:rank|default|\w+ pid=)|^\w{1,10}(?:-1  \||: )|^2026-11-29T|^Nov 29|^\{\"|\r"
+)
+
+
+def test_a_prefix_before_each_line_changes_nothing(found: list[tuple[blind.Case, Diagnosis]]) -> None:
+    plain = [(case, d) for case, d in found if not PREFIXED.search(case.log)]
+    assert len(plain) > 150
+    for i, (case, right) in enumerate(plain):
+        prefix = PREFIXES[i % len(PREFIXES)]
+        lines = [prefix + line for line in case.log.rstrip(b"\n").split(b"\n")]
+        d = diagnose(lines, case.facts)
+        place = (d.root.line if d.root else 0, right.root.line if right.root else 0)
+        assert (d.class_, d.verdict, place[0]) == (right.class_, right.verdict, place[1]), (case.name, prefix)
+
+
+LAST_WORDS = b"""wandb: Run summary: train/loss 1.9
+/usr/lib/python3.11/multiprocessing/resource_tracker.py:254: UserWarning: resource_tracker: There appear to be 6 leaked objects
+  warnings.warn('resource_tracker: There appear to be %d '
+[rank0]:[W1129 03:20:01.123456789 ProcessGroupNCCL.cpp:1250] Warning: WARNING: process group has NOT been destroyed
+Exception ignored in: <function Pool.__del__ at 0x7f>
+Traceback (most recent call last):
+  File "/usr/lib/python3.11/multiprocessing/pool.py", line 271, in __del__
+OSError: [Errno 9] Bad file descriptor
+run.sh: exit 1
+"""
+
+
+def test_what_a_dying_process_says_last_changes_nothing(found: list[tuple[blind.Case, Diagnosis]]) -> None:
+    for case, right in found:
+        if right.verdict not in ("failed", "stopped") or right.root is None:
+            continue
+        if case.log.count(b"\n") == right.root.line and right.class_ in (
+            "preempted-sigterm",
+            "interrupted-by-user",
+        ):
+            continue  # told by the exit code alone: the last line is the root, whatever it is
+        d = diagnose((case.log + LAST_WORDS).split(b"\n"), case.facts)
+        assert (d.class_, d.root and d.root.line) == (right.class_, right.root.line), case.name
 
 
 def test_every_class_is_there_twice(found: list[tuple[blind.Case, Diagnosis]]) -> None:
