@@ -13,14 +13,14 @@ from dflashctl.diagnose.literals import searches
 
 WORDS = (
     "error", "exception", "traceback", "fatal", "failed", "failure", "abort", "assert", "panic", "cannot", "unable to",
-    "died", "crash", "training", "train_runtime", "run finished at", "job completed", "reached max", "compil", "inductor",
-    "autotun", "torch", "root cause (first", "worker group failed", "workers for entrypoint", "dflash trainer",
+    "died", "crash", "training", "train_runtime", "job completed", "compil", "inductor",
+    "autotun", "torch", "workers for entrypoint", "dflash trainer",
     "step", "iter", "update", "epoch", "loss", "restart", "re-start", "relaunch", "requeue", "re-queue", "what():",
 )  # fmt: skip
 """What opens a traceback or a block, begins or ends a run, or shows progress holds one of these, or matches FORMS."""
 
 TYPES = (
-    "interrupt", "exit", "warning", "iteration", "resources", "group", "fault", "timeout", "notfound", "unsupported",
+    "interrupt", "exit", "warning", "resources", "group", "fault", "timeout", "notfound", "unsupported",
     "mismatch", "violation", "stopped", "lost", "killed", "outofmemory",
 )  # fmt: skip
 """Words in which types of exceptions end: they count where the type does."""

@@ -11,6 +11,7 @@ from hypothesis import given, settings
 from hypothesis import strategies as st
 
 from dflashctl.diagnose import engine
+from dflashctl.diagnose import reader as readers
 from dflashctl.diagnose import signatures as sig
 from dflashctl.diagnose.reader import Reader
 from dflashctl.diagnose.scanner import Scanner
@@ -182,3 +183,13 @@ def test_monsters_cost_little(log: bytes) -> None:
     tracemalloc.stop()
     assert peak < 60e6
     assert took < 25  # tracing costs several times the work itself
+
+
+def test_shapes_remembered_take_little_room() -> None:
+    """Lines of 60 KB, none alike: each shape is as long as its line."""
+    reader = Reader(Scanner(KNOWN, "log"), KNOWN)
+    base = unlike(60_000).replace(b"\n", b" ")
+    for n in range(400):
+        cut = 37 * n % len(base)
+        reader.feed(base[cut:] + base[:cut] + b"\n")
+    assert 1_000_000 < sum(map(len, reader._kinds)) <= readers.HELD

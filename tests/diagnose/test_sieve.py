@@ -10,6 +10,7 @@ from hypothesis import strategies as st
 
 from dflashctl.diagnose import lines as ln
 from dflashctl.diagnose import reader as readers
+from dflashctl.diagnose import sieve as sieves
 from dflashctl.diagnose import signatures as sig
 from dflashctl.diagnose.reader import Reader, sieve_of
 from dflashctl.diagnose.scanner import Scanner, opens_something
@@ -89,3 +90,44 @@ def test_among_lines_of_which_no_two_are_alike(seed: int, facts: dict[str, objec
         lines.insert(rng.randrange(len(lines) + 1), filler.encode())
     log = b"\n".join(lines)
     assert told(sifted(log, rng.randint(1, 4)), facts) == told(by_line(log), facts)
+
+
+# a line that means something by that word alone
+EXAMPLES = {
+    "what():": "  what():  it is gone",
+    "error": "an error came up", "exception": "exception in main", "traceback": "x | Traceback (most recent call last)",
+    "fatal": "fatal: no", "failed": "it failed", "failure": "a failure", "abort": "abort", "assert": "assert x",
+    "panic": "panic", "cannot": "cannot go on", "unable to": "unable to go on", "died": "rank 3 died", "crash": "a crash",
+    "training": "training complete", "train_runtime": "{'train_runtime': 3}",
+    "job completed": "job completed successfully", "compil": "compiling the graph",
+    "inductor": "inductor is at work", "autotun": "autotuning", "torch": "torch 2.11.0",
+    "workers for entrypoint": "starting workers for entrypoint", "dflash trainer": "dflash trainer: 3",
+    "step": "step 3 lr 0.1", "iter": "iter 3 lr 0.1", "update": "update 3 lr 0.1", "epoch": "epoch 3 batch 4 lr 1",
+    "loss": "loss 2.0 lr 0.1", "restart": "restarting, attempt 2", "re-start": "re-starting, attempt 2",
+    "relaunch": "relaunching job 2", "requeue": "requeued as job 2", "re-queue": "re-queued as job 2",
+    "interrupt": "KeyboardInterrupt", "exit": "SystemExit: 1", "warning": "UserWarning: x",
+    "resources": "OutOfResources: x", "group": "BaseGroup", "fault": "PageFault: x", "timeout": "ReadTimeout: x",
+    "notfound": "RepoNotFound: x", "unsupported": "OpUnsupported: x", "mismatch": "ShapeMismatch: x",
+    "violation": "RuleViolation", "stopped": "Stopped", "lost": "NodeLost: x", "killed": "TaskKilled: x",
+    "outofmemory": "HostOutOfMemory: x",
+}  # fmt: skip
+FORMS = {"===== run 2": "a banner", "## sample 3": "a quotation", "<|user|> hi": "a turn", "[3/9] lr 0.1": "a count",
+         " 3/9 [00:01<00:09, 3it/s]": "a bar", "app.errs.Odd: x": "a dotted type"}  # fmt: skip
+
+
+@pytest.mark.parametrize("word", [*sieves.WORDS, *sieves.TYPES])
+def test_each_word_is_needed(word: str, monkeypatch: pytest.MonkeyPatch) -> None:
+    line = EXAMPLES[word].encode()
+    assert means_something(line)
+    assert SIEVE.lines(b"a line\n" + line) == [1]
+    monkeypatch.setattr(sieves, "WORDS", tuple(w for w in sieves.WORDS if w != word))
+    monkeypatch.setattr(sieves, "TYPES", tuple(w for w in sieves.TYPES if w != word))
+    assert sieves.Sieve(KNOWN.stems).lines(b"a line\n" + line) == [] or any(
+        s in line.lower().decode() for s in KNOWN.stems
+    )
+
+
+@pytest.mark.parametrize("line", FORMS)
+def test_each_form_is_needed(line: str) -> None:
+    assert means_something(line.encode())
+    assert SIEVE.lines(b"a line\n" + line.encode()) == [1]
