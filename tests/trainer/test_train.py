@@ -640,6 +640,16 @@ def test_compiled_drafters_train_alike(tmp_path: Path, start: Start, packing: st
 
 
 @pytest.mark.usefixtures("_dynamo_alone")
+@pytest.mark.parametrize(("name", "step"), [("load", 0), ("features", 1)])
+def test_a_colocated_worker_that_fails_ends_all(
+    tmp_path: Path, start: Start, monkeypatch: pytest.MonkeyPatch, name: str, step: int
+) -> None:
+    monkeypatch.setattr(Target, name, _fail_in("drafter-1")(getattr(Target, name)))
+    assert start("run", 1, 2, devices={"topology": "colocated"}, train={"steps": 40}) == 1
+    (failed,) = events(tmp_path / "runs/run", "failed")
+    assert (failed["worker"], failed["step"], failed["error"]) == ("drafter-1", step, "RuntimeError: injected")
+
+
 def test_a_shape_that_was_not_compiled_is_refused_by_name(
     tmp_path: Path, start: Start, monkeypatch: pytest.MonkeyPatch
 ) -> None:
