@@ -647,7 +647,11 @@ def test_a_colocated_worker_that_fails_ends_all(
     monkeypatch.setattr(Target, name, _fail_in("drafter-1")(getattr(Target, name)))
     assert start("run", 1, 2, devices={"topology": "colocated"}, train={"steps": 40}) == 1
     (failed,) = events(tmp_path / "runs/run", "failed")
-    assert (failed["worker"], failed["step"], failed["error"]) == ("drafter-1", step, "RuntimeError: injected")
+    assert (failed["worker"], failed["step"], failed["error"]) == (
+        "drafter-1",
+        step,
+        "RuntimeError: injected",
+    )
 
 
 def test_a_shape_that_was_not_compiled_is_refused_by_name(
