@@ -45,8 +45,8 @@ class Schedule:
 class FlatParameters:
     """The trained weights of a module as one vector, and their gradients as another.
 
-    The module's parameters become views of `weights` [N], their `.grad` views of `gradients` [N] (both in the module's
-    dtype, on its device). Matrices come first, vectors (norms) after them, so that weight decay is a prefix.
+    The module's parameters become views of `weights` [N]; `gather` fills `gradients` [N] (both in the module's dtype, on
+    its device). Matrices come first, vectors (norms) after them, so that weight decay is a prefix.
 
     Args:
         module: its parameters that require gradients are taken; they share one dtype and device.
@@ -65,10 +65,19 @@ class FlatParameters:
         self.weights = torch.empty(offset, dtype=first.dtype, device=first.device)
         self.gradients = torch.zeros_like(self.weights)
         with torch.no_grad():
-            for (name, parameter), view in zip(named, self.split(self.weights).values(), strict=True):
+            for (_, parameter), view in zip(named, self.split(self.weights).values(), strict=True):
                 view.copy_(parameter)
                 parameter.data = view
-                parameter.grad = self.split(self.gradients)[name]
+        self._parameters = [parameter for _, parameter in named]
+        self._views = list(self.split(self.gradients).values())
+
+    def gather(self) -> Tensor:
+        """`gradients`, with what a backward has left in the parameters' `.grad`, which is given up: a backward that finds
+        nothing there writes gradients once, where adding to them would read and write them again."""
+        torch._foreach_copy_(self._views, [p.grad for p in self._parameters])  # type: ignore[misc]
+        for parameter in self._parameters:
+            parameter.grad = None
+        return self.gradients
 
     def split(self, flat: Tensor) -> dict[str, Tensor]:
         """Views of a vector [N] of this layout, by parameter name."""

@@ -121,7 +121,6 @@ class Bench:
             state["batch"] = self._delivered(state["features"])
 
         def draft_forward() -> None:
-            flat.gradients.zero_()
             state["hidden"] = forward(drafter, self.target.embedding, state["batch"])
 
         def loss() -> None:
@@ -131,6 +130,7 @@ class Bench:
 
         def backward() -> None:
             (state.pop("loss").loss).backward()
+            flat.gather()
             del state["hidden"]
 
         def update() -> None:

@@ -204,9 +204,9 @@ class Learner(Worker):
 
     def _backward(self, batch: DrafterBatch) -> tuple[Tensor, Tensor]:
         """The batch's gradient, times its weight, into `flat.gradients`; its metrics [2] and weight []."""
-        self.flat.gradients.zero_()
         out = self._loss(batch)
         (out.loss * out.weight).backward()
+        self.flat.gather()
         return torch.stack((out.loss.detach().float(), out.eal.float())), out.weight.float()
 
     def _update(self) -> None:

@@ -9,9 +9,12 @@ from typing import Any
 
 import pytest
 import torch
+import torch.nn.functional as F
 from transformers import Qwen3Config, Qwen3ForCausalLM
 
+from tests.trainer.modeling.conftest import qwen3
 from trainer.modeling import ModelError
+from trainer.modeling.decoder import swiglu_fp8, to_fp8
 from trainer.modeling.target import Target, layer_forward, load_config, resolve_dtype
 from trainer.runtime import compile
 
@@ -243,10 +246,37 @@ def test_fp8_is_refused_where_it_cannot_be(family: Callable[..., Any]) -> None:
 @pytest.mark.parametrize("compile_it", [False, True])
 def test_fp8_features_are_close(family: Callable[..., Any], ids: torch.Tensor, compile_it: bool) -> None:
     """3 bits of mantissa: each product is off by a few percent, the features after two layers not by much more."""
-    target = Target(family().to("cuda", torch.bfloat16), (1,))
+    sizes = {"hidden_size": 96, "intermediate_size": 208, "num_attention_heads": 6, "num_key_value_heads": 2}
+    target = Target(family(**sizes, head_dim=16).to("cuda", torch.bfloat16), (1,))
     exact = target.features(ids.cuda()).float()
     target.to_fp8()
     if compile_it:
         target.run_layer = compile.compiled(layer_forward, 1)
     error = (target.features(ids.cuda()).float() - exact).norm() / exact.norm()
     assert 1e-4 < error < 0.1
+
+
+@pytest.mark.gpu
+@pytest.mark.skipif(not torch.cuda.is_available(), reason="needs a CUDA device")
+def test_fp8_needs_sides_of_16() -> None:
+    model = qwen3(intermediate_size=56).to("cuda", torch.bfloat16)
+    if torch.cuda.get_device_capability() >= (8, 9):
+        with pytest.raises(ModelError, match=r"multiples of 16; the target has \[56\]"):
+            Target(model, (1,)).to_fp8()
+
+
+@pytest.mark.gpu
+@pytest.mark.skipif(
+    not torch.cuda.is_available() or torch.cuda.get_device_capability() < (8, 9),
+    reason="needs a CUDA device of compute capability 8.9 or newer",
+)
+@pytest.mark.parametrize("width", [64, 3072, 12_288])
+def test_swiglu_in_fp8(width: int) -> None:
+    both = torch.randn(33, 2 * width, device="cuda", dtype=torch.bfloat16)
+    rows, scale = swiglu_fp8(both)
+    gate, up = both.float().chunk(2, -1)
+    wanted, same = to_fp8(F.silu(gate) * up)
+    torch.testing.assert_close(scale, same, rtol=1e-5, atol=0)
+    # rounding may fall the other way
+    torch.testing.assert_close(rows.float() * scale, wanted.float() * same, rtol=0.13, atol=1e-4)
+    assert (rows.view(torch.uint8) != wanted.view(torch.uint8)).float().mean() < 0.01

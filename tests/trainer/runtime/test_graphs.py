@@ -149,9 +149,9 @@ class _Trainer:
         device.mark().wait()
 
     def backward(self, x: Tensor) -> Tensor:
-        self.flat.gradients.zero_()
         loss = self.function(self.model, x)
         loss.backward()
+        self.flat.gather()
         return loss.detach()
 
     def apply(self) -> None:
