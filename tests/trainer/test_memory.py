@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import dataclasses
 import itertools
+import subprocess
 import sys
 import types
 import weakref
@@ -339,8 +340,6 @@ def test_peaks_on_a_gpu_are_as_predicted(tmp_path: Path, topology: str, captured
     model.to(torch.bfloat16).save_pretrained(tmp_path / "target")
     del model
     torch.cuda.empty_cache()
-    torch.cuda.reset_peak_memory_stats()
-    before = torch.cuda.memory_allocated()
     config = write_config(
         tmp_path / "c.toml",
         tmp_path / "target",
@@ -351,8 +350,9 @@ def test_peaks_on_a_gpu_are_as_predicted(tmp_path: Path, topology: str, captured
         devices={"topology": topology, "targets": ["cuda:0"], "drafters": ["cuda:0"]},
         runtime={"cuda_graphs": captured},
     )
-    assert train.run(arguments(config, tmp_path / "run")) == 0
-    assert before < 1 << 20
+    # a process of its own: what earlier runs have left would count
+    command = [sys.executable, "-m", "trainer", "train", "--config", config, "--run-dir", tmp_path / "run"]
+    subprocess.run(command, check=True)
     for told in events(tmp_path / "run", "memory_measured"):
         print(topology, captured, told)
         assert told["predicted"] == pytest.approx(told["allocated"], rel=0.1), told["when"]
