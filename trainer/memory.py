@@ -133,9 +133,10 @@ def drafter_step(shape: DrafterConfig, batch: Shape, itemsize: int, compiled: bo
     each += c if chunk < blocks else 0
     slots = output * (shape.block_size - 1) // shape.block_size
     backward = 3 * output + 3 * c * n * shape.intermediate_size
-    if (
-        not flash
-    ):  # the weights' gradient in three pieces, and the output's; what is behind the attention has gone
+    if compiled:  # one graph returns the gradients of all weights together, when the activations have gone
+        backward = max(backward, c * drafter_parameters(shape) - saved)
+    if not flash:
+        # the weights' gradient in three pieces, and the output's; what is behind the attention has gone
         scores = 3 * c * n * shape.num_attention_heads * (batch.length + shape.block_size)
         gone = n * ((8 + 3 * c) * d + 4 * c * shape.intermediate_size)
         backward = max(backward, 2 * output + scores - gone)
@@ -157,9 +158,8 @@ def _eager_layer(shape: DrafterConfig, n: int, context: int, c: int) -> int:
     d, heads, shared = shape.hidden_size, shape.num_attention_heads, shape.num_key_value_heads
     wide, narrow = heads * shape.head_dim, shared * shape.head_dim
     norms = n * ((4 + 2 * c) * 2 * d + (4 + c) * (wide + narrow))
-    keys = (
-        context * narrow * (c + (4 if c < 4 else 2 * c))
-    )  # float32: norm and values share what was projected
+    # float32: norm and values share what was projected
+    keys = context * narrow * (c + (4 if c < 4 else 2 * c))
     reciprocal = 4 * n * (2 + heads + shared) + 4 * context * shared
     return norms + keys + reciprocal + c * n * (wide + 4 * shape.intermediate_size)
 

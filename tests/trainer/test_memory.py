@@ -185,6 +185,10 @@ def test_what_a_compiled_step_keeps(monkeypatch: pytest.MonkeyPatch) -> None:
     saved = made.saved(torch.compile(draft, backend=backend, dynamic=False))
     step = drafter_step(made.shape, _shape(work), 2, compiled=True, flash=True)
     assert step.saved == pytest.approx(saved, rel=0.05)
+    small = drafter_step(made.shape, Shape(1, 16, 1), 2, compiled=True, flash=True)
+    assert small.peak >= 2 * memory.drafter_parameters(made.shape), (
+        "its gradients are there at once, at the end"
+    )
 
 
 def test_the_height_of_a_bench_step() -> None:
