@@ -62,7 +62,7 @@ def screen(found: Diagnosis, terminal: Terminal, *, full: bool = False, explain:
 
 def _rests(found: Diagnosis) -> str:
     if found.class_:
-        return f"  {found.where}" if found.where else ""
+        return f"  {harmless(found.where)}" if found.where else ""
     words = {
         "certain": "by the exit record or the facts",
         "likely": "by what the log says",
