@@ -230,8 +230,7 @@ class _Case:
         if deaths:
             return self._say("degraded", _dead_thread(deaths[0]), others=deaths, confidence="likely")
         proven = [f for f in kept if not f.weak or (f.kind == "exception" and f.top_level)]
-        # the name of an exception alone, with no traceback, may be any program's
-        root = self._root([f for f in proven if f.cls != "user-exception" or f.top_level or f.start < f.line])
+        root = self._root([f for f in proven if f.cls != "user-exception" or _is_told(f)])
         if root is not None:
             group = self.signatures.by_name[root.cls].group if root.cls in self.signatures.by_name else ""
             return self._say(
@@ -438,6 +437,11 @@ class _Case:
 def _dead_thread(f: Finding) -> Finding:
     text = f"Exception in thread {f.thread}:"
     return Finding("thread-died", 4, "root", f.start, text, f.start, "thread", f.rank, f.thread, file=f.file)
+
+
+def _is_told(f: Finding) -> bool:
+    """Whether a traceback tells of it: the name of an exception alone may be any program's, a logged one was caught."""
+    return not f.survived and (f.top_level or f.start < f.line)
 
 
 def _is_cause(f: Finding) -> bool:

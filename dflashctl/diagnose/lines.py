@@ -58,7 +58,8 @@ _MEASURE = re.compile(
 )
 _FINISH = Gated(
     r"(?i)\b(?:training (?:is )?(?:complete|completed|finished|done)|finished training"
-    r"|run finished at step|job completed successfully|reached max(?:imum)? (?:steps|epochs))\b|'train_runtime'"
+    r"|run finished at step|job completed successfully|all (?:epochs|steps) (?:are )?(?:done|finished|completed)"
+    r"|reached max(?:imum)? (?:steps|epochs))\b|'train_runtime'"
 )
 _BANNER = Gated(
     r"(?i)^(?:[=*#~-]{3,}\s*(?:(?:new )?(?:run|job|attempt|restart|launch|start(?:ing|ed)?)\b.{0,100}?)[=*#~\s-]*$"

@@ -195,7 +195,10 @@ class Scanner:
         if found is None or line.stream not in self._blocks:
             self._leads.pop(line.stream)
             return line
-        return replace(line, text=line.raw[found.end() :], level="", glog=False)
+        # an error's level would end the block; a warning's says that all of it was survived
+        text = line.raw[found.end() :]
+        quiet = line.level in ("D", "I", "W")
+        return replace(line, text=text) if quiet else replace(line, text=text, level="", glog=False)
 
     def _in_block(self, line: Line) -> bool:
         """Tracebacks: header, frames, exception, continuation, chain."""
@@ -234,8 +237,8 @@ class Scanner:
             line, thread=thread, ignored=self._ignored_next.pop(line.stream, False), excuse=excuse
         )
         block.start = at or block.start
-        if line.level in ("D", "I", "W") and not block.survived:
-            block.survived = line.raw
+        if (line.glog or line.level in ("D", "I", "W")) and not block.survived:
+            block.survived = line.raw  # what a library logs, it has caught
         self._keep(block)
 
     def _keep(self, block: Traceback) -> None:

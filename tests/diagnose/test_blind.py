@@ -10,7 +10,7 @@ from dflashctl.diagnose import Diagnosis, diagnose
 from dflashctl.diagnose import signatures as sig
 from tests.diagnose import blind
 
-SETS = ("first", "second", "third", "fourth", "fifth")
+SETS = ("first", "second", "third", "fourth", "fifth", "sixth")
 ALARMS = ("failed", "stopped", "stalled", "degraded")
 
 
