@@ -30,6 +30,13 @@ OUTSIDE = 1 << 29
 loaded kernels. An estimate."""
 
 
+def workspace(device: torch.device) -> int:
+    """Bytes that PyTorch's allocator gives cuBLAS for each thread that multiplies: 32 MiB on Hopper and newer, else 8."""
+    if device.type != "cuda" or not torch.cuda.is_available():
+        return 0
+    return (32 if torch.cuda.get_device_capability(device) >= (9, 0) else 8) << 20
+
+
 class Shape(NamedTuple):
     """A batch's."""
 
@@ -303,6 +310,9 @@ def _predict(
         if plan.colocated and not captured:  # one after the other in the same memory
             step = items["activations"] + items["loss or backward"] + items["batches"]
             items["target step"] = max(0, items["target step"] - step)
+    # a drafter multiplies in its thread and, backward, in autograd's
+    threads = 2 * drafters + (0 if plan.colocated else targets)
+    items["cuBLAS workspaces"] = threads * workspace(device)
     made = 0 if captured else drafters * max(batch_bytes(shape, s, c) for s in shapes)  # in the warm-up
     return Prediction(
         device,

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import dataclasses
 import errno
 import functools
 import json
@@ -188,6 +189,17 @@ def test_drafters_average_their_gradients(tmp_path: Path, start: Start, training
     total, scale = gradients[0] + gradients[1], 1 / torch.tensor(sum(weights))
     alone.optimizer.step(total, torch.tensor(3e-3), scale)  # float32, as workers give them
     torch.testing.assert_close(alone.optimizer.masters, worker.optimizer.masters, rtol=0, atol=0)
+
+
+def test_a_lone_drafter_of_several_nodes_adds_up_in_float32(start: Start, trainings: list[Training]) -> None:
+    assert start("run", 1, 1, train={"steps": 1}, runtime={"drafter_dtype": "bfloat16"}) == 0
+    (training,) = trainings
+    worker, joined = training.drafters[0], (training.course, training.exchange)
+    for nodes, dtype in (((), torch.bfloat16), ((1, 1), torch.float32)):
+        plan = dataclasses.replace(training.plan, drafters_by_node=nodes)
+        other = drafters.Learner(worker.crew, 0, plan, *joined, drafters.Start())
+        other._build(worker.embedding, worker.head)
+        assert other._sum.dtype == dtype
 
 
 def test_training_learns(tmp_path: Path, start: Start) -> None:

@@ -155,8 +155,8 @@ class Learner(Worker):
         self._number = torch.zeros((), dtype=torch.int64, device=device)
         self._mean = torch.zeros(2, device=device)
         self._scale = torch.zeros((), device=device)
-        # the sum of all workers' gradients; one alone needs none
-        self._sum = torch.zeros_like(self.optimizer.masters) if plan.drafters > 1 else self.flat.gradients
+        # the sum of all workers' gradients, of other nodes' too; one alone needs none
+        self._sum = torch.zeros_like(self.optimizer.masters) if plan.all_drafters > 1 else self.flat.gradients
         if self.captured:
             self._recorder = graphs.Recorder(self.device)
             self._backwards: dict[int, tuple[DrafterBatch, graphs.Graph[tuple[Tensor, Tensor]]]] = {}
