@@ -32,20 +32,6 @@ def to_fp8(x: Tensor) -> tuple[Tensor, Tensor]:
     return (x.float() / scale).to(FP8), scale
 
 
-@torch.library.custom_op("dflash::swiglu_fp8", mutates_args=())
-def swiglu_fp8(both: Tensor) -> tuple[Tensor, Tensor]:
-    """`to_fp8(silu(gate) * up)` of `[n, 2 k]`, gate and up side by side, by `kernels.swiglu`: the compiler reads it twice."""
-    from trainer.kernels import swiglu
-
-    return swiglu.swiglu_fp8(both.contiguous())
-
-
-@swiglu_fp8.register_fake
-def _(both: Tensor) -> tuple[Tensor, Tensor]:
-    rows, width = both.shape
-    return both.new_empty(rows, width // 2, dtype=FP8), both.new_empty(rows, 1, dtype=torch.float32)
-
-
 class Projection(nn.Module):
     """Linear layers with the same input as one matrix product.
 
@@ -89,16 +75,12 @@ class Projection(nn.Module):
         """`[..., k]` -> one output each."""
         if self.scale is None:
             return F.linear(x, self.weight, self.bias).split(self.sizes, -1)
-        out = self.multiply(*to_fp8(x.flatten(0, -2)), x.dtype)
-        return out.unflatten(0, x.shape[:-1]).split(self.sizes, -1)
-
-    def multiply(self, rows: Tensor, scale: Tensor, dtype: torch.dtype) -> Tensor:
-        """`[n, k]` in 8 bits, from `to_fp8` -> all outputs side by side."""
-        assert self.scale is not None
+        rows, scale = to_fp8(x.flatten(0, -2))
         out = torch._scaled_mm(
-            rows, self.weight.T, scale_a=scale, scale_b=self.scale.T, out_dtype=dtype, use_fast_accum=True
+            rows, self.weight.T, scale_a=scale, scale_b=self.scale.T, out_dtype=x.dtype, use_fast_accum=True
         )
-        return out if self.bias is None else out + self.bias
+        out = out if self.bias is None else out + self.bias
+        return out.unflatten(0, x.shape[:-1]).split(self.sizes, -1)
 
 
 class DecoderLayer(nn.Module):
@@ -153,10 +135,6 @@ class DecoderLayer(nn.Module):
         return out
 
     def _mlp(self, x: Tensor) -> Tensor:
-        if self.gate_up.scale is not None and type(self.activation).__name__.startswith("SiLU"):
-            rows, scale = to_fp8(x.flatten(0, -2))
-            rows, scale = swiglu_fp8(self.gate_up.multiply(rows, scale, x.dtype))
-            return self.down.multiply(rows, scale, x.dtype).view_as(x)
         gate, up = self.gate_up(x)
         (out,) = self.down(self.activation(gate) * up)
         return out

@@ -9,12 +9,10 @@ from typing import Any
 
 import pytest
 import torch
-import torch.nn.functional as F
 from transformers import Qwen3Config, Qwen3ForCausalLM
 
 from tests.trainer.modeling.conftest import qwen3
 from trainer.modeling import ModelError
-from trainer.modeling.decoder import swiglu_fp8, to_fp8
 from trainer.modeling.target import Target, layer_forward, load_config, resolve_dtype
 from trainer.runtime import compile
 
@@ -263,20 +261,3 @@ def test_fp8_needs_sides_of_16() -> None:
     if torch.cuda.get_device_capability() >= (8, 9):
         with pytest.raises(ModelError, match=r"multiples of 16; the target has \[56\]"):
             Target(model, (1,)).to_fp8()
-
-
-@pytest.mark.gpu
-@pytest.mark.skipif(
-    not torch.cuda.is_available() or torch.cuda.get_device_capability() < (8, 9),
-    reason="needs a CUDA device of compute capability 8.9 or newer",
-)
-@pytest.mark.parametrize("width", [64, 3072, 12_288])
-def test_swiglu_in_fp8(width: int) -> None:
-    both = torch.randn(33, 2 * width, device="cuda", dtype=torch.bfloat16)
-    rows, scale = swiglu_fp8(both)
-    gate, up = both.float().chunk(2, -1)
-    wanted, same = to_fp8(F.silu(gate) * up)
-    torch.testing.assert_close(scale, same, rtol=1e-5, atol=0)
-    # rounding may fall the other way
-    torch.testing.assert_close(rows.float() * scale, wanted.float() * same, rtol=0.13, atol=1e-4)
-    assert (rows.view(torch.uint8) != wanted.view(torch.uint8)).float().mean() < 0.01
