@@ -92,9 +92,9 @@ def test_two_targets_and_two_drafters_on_one_gpu(
         losses[how] = _run(tmp_path, how, parts, devices=devices, train={"steps": 250}, **sections)
         first, second = (worker.optimizer.masters for worker in kept[-1].drafters)
         assert torch.equal(first, second), how
-        for worker in [*kept[-1].targets, *kept[-1].drafters]:
-            assert worker.compiled
-            assert worker.captured == (how == "explicit")
+        for part in [*(worker.producer for worker in kept[-1].targets), *kept[-1].drafters]:
+            assert part.compiled
+            assert part.captured == (how == "explicit")
         ready = events(tmp_path / how, "drafter_ready")
         last = events(tmp_path / how, "step")[-1]
         print(f"{how}: warm-up {[e['seconds'] for e in ready]} s, {last['step_s'] * 1000:.2f} ms a step")
