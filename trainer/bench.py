@@ -259,7 +259,8 @@ def _predicted(bench: Bench, variant: str) -> int:
     size = memory.TargetSize.of(target_config(work.shape))
     shape = memory.Shape(work.batch, work.sequence, work.anchors)
     how = (bench.dtype.itemsize, variant != "eager", cuda)
-    return memory.one_after_the_other(size, bench.shape, shape, *how)
+    copy = size.linear if variant == "fp8" else 0
+    return memory.one_after_the_other(size, bench.shape, shape, *how) + copy
 
 
 def _report(work: Workload, device: Device) -> dict[str, Any]:
