@@ -377,6 +377,7 @@ def backward(
     """See `modeling.attention.fused_backward`."""
     gradient, query, keys, values = _plain(gradient, query, keys, values)
     context_keys, context_values = _plain(context_keys, context_values)
+    first, last = first.contiguous(), last.contiguous()
     b, n, h, d = query.shape
     s, kv, a = context_keys.shape[1], keys.shape[2], first.shape[1]
     scale = d**-0.5

@@ -34,12 +34,14 @@ def _row(LOGITS, LABELS, VALID, CE, HIT, v, BLOCK: tl.constexpr):
     highest = tl.max(top, 0)
     lse = highest + tl.log(tl.sum(total * tl.exp(top - highest), 0))
     tl.store(CE + index, tl.where(valid, lse - at_label, 0.0))
-    tl.store(HIT + index, valid & (at_label >= highest))
+    earlier = tl.full((BLOCK,), 0, tl.int32)  # of equally likely tokens the first is what decoding takes
     for at in tl.range(0, v, BLOCK, num_stages=3):
         column = at + tl.arange(0, BLOCK)
         x = tl.load(place + column, mask=column < v, other=float("-inf")).to(tl.float32)
+        earlier |= ((x >= highest) & (column < label)).to(tl.int32)
         p = tl.exp(x - lse) - tl.where(column == label, 1.0, 0.0)
         tl.store(place + column, tl.where(valid, p, 0.0).to(LOGITS.dtype.element_ty), mask=column < v)
+    tl.store(HIT + index, valid & (at_label >= highest) & (tl.sum(earlier, 0) == 0))
 
 
 def cross_entropy_(logits: Tensor, labels: Tensor, valid: Tensor) -> tuple[Tensor, Tensor]:
@@ -51,8 +53,8 @@ def cross_entropy_(logits: Tensor, labels: Tensor, valid: Tensor) -> tuple[Tenso
         valid: bool `[n]`.
 
     Returns:
-        cross-entropies in nats, float32 `[n]` (0 where invalid), and whether no logit is larger than the label's, bool
-        `[n]` (False where invalid).
+        cross-entropies in nats, float32 `[n]` (0 where invalid), and whether the label is the argmax (the first of equals),
+        bool `[n]` (False where invalid).
     """
     assert logits.is_contiguous()
     n, v = logits.shape

@@ -28,7 +28,7 @@ class LossOutput:
     loss: Tensor  # scalar; backward() reaches `hidden` only
     weight: Tensor  # scalar, sum of the slot weights: weighs this loss in an average over batches
     ce_mean: Tensor  # scalar, unweighted mean over valid slots, nats
-    hits: Tensor  # [B, A, K-1] bool: no token is likelier than the label, valid slots only
+    hits: Tensor  # [B, A, K-1] bool: the drafter's argmax is the label, valid slots only
     eal: Tensor  # scalar, expected acceptance length in tokens, see expected_acceptance_length
 
 
@@ -72,8 +72,8 @@ def cross_entropy_(logits: Tensor, labels: Tensor, valid: Tensor) -> tuple[Tenso
         valid: bool `[n]`.
 
     Returns:
-        cross-entropies `[n]` in nats (0 where invalid), and whether no logit is larger than the label's, bool `[n]`
-        (False where invalid).
+        cross-entropies `[n]` in nats (0 where invalid), and whether the label is the argmax (the first of equals), bool
+        `[n]` (False where invalid).
     """
     if logits.is_cuda:
         from trainer.kernels import cross_entropy
@@ -81,9 +81,8 @@ def cross_entropy_(logits: Tensor, labels: Tensor, valid: Tensor) -> tuple[Tenso
         return cross_entropy.cross_entropy_(logits, labels, valid)
     wide = logits.to(torch.promote_types(logits.dtype, torch.float32))
     normaliser = wide.logsumexp(-1)
-    at_label = wide.gather(-1, labels[:, None])[:, 0]
-    ce = normaliser - at_label
-    hits = (at_label >= wide.amax(-1)) & valid
+    ce = normaliser - wide.gather(-1, labels[:, None])[:, 0]
+    hits = (logits.argmax(-1) == labels) & valid
     slope = (wide - normaliser[:, None]).exp()
     slope.scatter_add_(-1, labels[:, None], torch.full_like(ce, -1)[:, None])
     logits.copy_(slope.masked_fill_(~valid[:, None], 0))
