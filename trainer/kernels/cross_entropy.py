@@ -34,14 +34,20 @@ def _row(LOGITS, LABELS, VALID, CE, HIT, v, BLOCK: tl.constexpr):
     highest = tl.max(top, 0)
     lse = highest + tl.log(tl.sum(total * tl.exp(top - highest), 0))
     tl.store(CE + index, tl.where(valid, lse - at_label, 0.0))
-    earlier = tl.full((BLOCK,), 0, tl.int32)  # of equally likely tokens the first is what decoding takes
+    hit = valid & (at_label >= highest)
+    if hit:  # of equally likely tokens the first is what decoding takes
+        earlier = 0
+        for at in tl.range(0, label, BLOCK):
+            column = at + tl.arange(0, BLOCK)
+            x = tl.load(place + column, mask=column < label, other=float("-inf")).to(tl.float32)
+            earlier += tl.sum((x >= highest).to(tl.int32), 0)
+        hit = earlier == 0
+    tl.store(HIT + index, hit)
     for at in tl.range(0, v, BLOCK, num_stages=3):
         column = at + tl.arange(0, BLOCK)
         x = tl.load(place + column, mask=column < v, other=float("-inf")).to(tl.float32)
-        earlier |= ((x >= highest) & (column < label)).to(tl.int32)
         p = tl.exp(x - lse) - tl.where(column == label, 1.0, 0.0)
         tl.store(place + column, tl.where(valid, p, 0.0).to(LOGITS.dtype.element_ty), mask=column < v)
-    tl.store(HIT + index, valid & (at_label >= highest) & (tl.sum(earlier, 0) == 0))
 
 
 def cross_entropy_(logits: Tensor, labels: Tensor, valid: Tensor) -> tuple[Tensor, Tensor]:
