@@ -37,10 +37,10 @@ def _row(LOGITS, LABELS, VALID, CE, HIT, v, BLOCK: tl.constexpr):
     hit = valid & (at_label >= highest)
     if hit:  # of equally likely tokens the first is what decoding takes
         earlier = 0
-        for at in tl.range(0, label, BLOCK):
-            column = at + tl.arange(0, BLOCK)
-            x = tl.load(place + column, mask=column < label, other=float("-inf")).to(tl.float32)
-            earlier += tl.sum((x >= highest).to(tl.int32), 0)
+        for before in tl.range(0, label.to(tl.int32), BLOCK):
+            rival = before + tl.arange(0, BLOCK)
+            logit = tl.load(place + rival, mask=rival < label, other=float("-inf")).to(tl.float32)
+            earlier += tl.sum((logit >= highest).to(tl.int32), 0)
         hit = earlier == 0
     tl.store(HIT + index, hit)
     for at in tl.range(0, v, BLOCK, num_stages=3):

@@ -1,0 +1,111 @@
+"""The Triton kernels without a GPU, where Triton is installed (`pip install triton`): compiled for cards, and interpreted.
+
+On a GPU tests/trainer/modeling/{test_attention,test_losses}.py run them as they are.
+"""
+
+from __future__ import annotations
+
+import os
+import subprocess
+import sys
+from importlib.util import find_spec
+from typing import Any
+
+import pytest
+
+pytestmark = [
+    pytest.mark.slow,
+    pytest.mark.skipif(find_spec("triton") is None, reason="needs Triton"),
+]
+
+
+def compiled(
+    function: Any, constants: dict[str, Any], types: dict[str, str], capability: int, **options: int
+) -> Any:
+    from triton.backends.compiler import GPUTarget
+    from triton.compiler import ASTSource, compile
+
+    names = function.arg_names
+    signature = {n: "constexpr" if n in constants else types.get(n, "i32") for n in names}
+    source = ASTSource(function, signature, {(names.index(n),): value for n, value in constants.items()})
+    return compile(source, target=GPUTarget("cuda", capability, 32), options=options)
+
+
+@pytest.mark.parametrize("capability", [80, 90])
+@pytest.mark.parametrize(("width", "wide"), [(128, True), (128, False), (80, True), (64, False)])
+def test_attention_compiles(capability: int, width: int, wide: bool) -> None:
+    from trainer.kernels import anchor_attention as kernels
+
+    tensors = dict.fromkeys(["Q", "KEYS", "VALUES", "CK", "CV", "OUT", "DO", "DQ", "DK", "DV"], "*bf16")
+    types = tensors | {"LSE": "*fp32", "DELTA": "*fp32", "first": "*i32", "last": "*i32", "scale": "fp32"}
+    functions = (kernels._forward, kernels._queries, kernels._context_keys, kernels._own_keys)
+    room = 227 if capability == 90 else 163  # KiB of shared memory that a program may have
+    tilings = kernels.WIDE if wide and capability == 90 else kernels.NARROW
+    for function, tiling in zip(functions, tilings, strict=True):
+        constants = {"K": 16, "G": 4, "D": width, "BD": 128 if width > 64 else 64}
+        constants |= {"BM": tiling.queries, "BN": tiling.keys}
+        if function is kernels._context_keys:
+            constants["BA"] = 512
+            types = types | {"DK": "*fp32", "DV": "*fp32"}
+        made = compiled(
+            function, constants, types, capability, num_warps=tiling.warps, num_stages=tiling.stages
+        )
+        assert made.metadata.shared <= room << 10
+        types = types | {"DK": "*bf16", "DV": "*bf16"}
+
+
+@pytest.mark.parametrize("capability", [80, 90])
+def test_cross_entropy_compiles(capability: int) -> None:
+    from trainer.kernels import cross_entropy as kernel
+
+    types = {"LOGITS": "*bf16", "LABELS": "*i64", "VALID": "*i1", "CE": "*fp32", "HIT": "*i1"}
+    compiled(kernel._row, {"BLOCK": kernel.BLOCK}, types, capability, num_warps=kernel.WARPS)
+
+
+INTERPRETED = """
+import torch
+import torch.nn.functional as F
+from trainer.kernels.cross_entropy import cross_entropy_
+from trainer.modeling import attention
+
+def attend(b, h, kv, a, k, s, d, kind):
+    parts = [torch.randn(b, n, heads, d, requires_grad=True) for n, heads in ((a*k, h), (a*k, kv), (a*k, kv), (s, kv), (s, kv))]
+    last = torch.rand(b, s).argsort(-1)[:, :a].sort(-1).values
+    first = last // 20 * 20 if kind == "packed" else torch.zeros_like(last)
+    if kind == "random":
+        last = torch.randint(-1, s + 1, (b, a))
+        first = torch.randint(0, s, (b, a)).clamp(max=last.clamp(min=0))
+    mask = attention.AnchorMask(first.int(), last.int())
+    out = attention.fused(*parts, *mask)[0]
+    wanted = attention.dense_attention(*(part.transpose(1, 2) for part in parts), mask).transpose(1, 2)
+    slope = torch.randn_like(out)
+    got = [out, *torch.autograd.grad(out, parts, slope)]
+    for x, y in zip(got, [wanted, *torch.autograd.grad(wanted, parts, slope)]):
+        assert (x - y).norm() < 1e-4 * y.norm(), (kind, b, h, kv, a, k, s, d)
+
+torch.manual_seed(0)
+for kind in ("sorted", "packed", "random"):
+    attend(1, 4, 2, 10, 16, 100, 16, kind)
+    attend(2, 2, 1, 9, 7, 70, 24, kind)
+    attend(1, 2, 2, 40, 1, 40, 16, kind)
+for v in (17, 9001):
+    logits, labels, valid = 3 * torch.randn(5, v), torch.randint(v, (5,)), torch.arange(5) != 1
+    labels[0], labels[2], labels[3] = logits[0].argmax(), 3, 9
+    logits[2:4, [3, 9]] = 50.0
+    wide = logits.clone().requires_grad_()
+    wanted = F.cross_entropy(wide, labels, reduction="none") * valid
+    (slope,) = torch.autograd.grad(wanted.sum(), wide)
+    hits = (logits.argmax(-1) == labels) & valid
+    ce, hit = cross_entropy_(logits, labels, valid)
+    torch.testing.assert_close(ce, wanted.detach())
+    torch.testing.assert_close(logits, slope, atol=1e-6, rtol=1e-5)
+    assert torch.equal(hit, hits) and hit[:4].tolist() == [True, False, True, False]
+"""
+
+
+def test_interpreted_kernels_are_the_plain_functions() -> None:
+    environment = {**os.environ, "TRITON_INTERPRET": "1"}
+    run = subprocess.run(
+        [sys.executable, "-c", INTERPRETED], capture_output=True, text=True, env=environment, check=False
+    )
+    assert run.returncode == 0, run.stderr[-3000:]
