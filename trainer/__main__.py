@@ -19,7 +19,7 @@ COMMANDS = {
     "export": ("trainer.export", "write a checkpoint in a layout that serving engines read"),
 }
 
-COMPILING = ("train", "bench")
+COMPILING = ("train", "plan", "bench")
 
 
 def main(argv: Sequence[str] | None = None) -> int:

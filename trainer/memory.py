@@ -31,10 +31,12 @@ loaded kernels. An estimate."""
 
 
 def workspace(device: torch.device) -> int:
-    """Bytes that PyTorch's allocator gives cuBLAS for each thread that multiplies: 32 MiB on Hopper and newer, else 8."""
+    """Bytes that PyTorch's allocator gives cuBLAS for each thread that multiplies: 32 MiB on Hopper and newer, else 8.
+    A device that is not there (`plan --devices`) counts as one like the first."""
     if device.type != "cuda" or not torch.cuda.is_available():
         return 0
-    return (32 if torch.cuda.get_device_capability(device) >= (9, 0) else 8) << 20
+    there = (device.index or 0) < torch.cuda.device_count()
+    return (32 if torch.cuda.get_device_capability(device if there else 0) >= (9, 0) else 8) << 20
 
 
 class Shape(NamedTuple):

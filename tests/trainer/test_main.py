@@ -7,6 +7,7 @@ import sys
 import pytest
 
 from trainer.__main__ import COMMANDS, main
+from trainer.runtime import cache
 
 
 def test_help_names_every_command_and_imports_nothing_heavy():
@@ -29,6 +30,15 @@ def test_every_command_has_its_help(name, capsys):
     assert f"usage: python -m trainer {name}" in capsys.readouterr().out
 
 
+@pytest.mark.parametrize("name", ["train", "plan", "bench"])
+def test_commands_that_compile_name_the_cache_first(name, monkeypatch):
+    used = []
+    monkeypatch.setattr(cache, "use", lambda: used.append(name))
+    with pytest.raises(SystemExit):
+        main([name, "--help"])
+    assert used == [name]
+
+
 @pytest.mark.parametrize("argv", [[], ["prepar"], ["--frobnicate"], ["prepare"]])
 def test_usage(argv):
     with pytest.raises(SystemExit) as caught:
@@ -44,7 +54,7 @@ def test_errors_go_to_stderr_and_exit_1(tmp_path, capsys):
     assert captured.err.splitlines() == [
         "error: the tokenizer can't be read: no such folder or file",
         f"  {where}",
-        "  fix: give --tokenizer the target",
+        "  fix: name the target: its folder (Hugging Face layout) or its GGUF file",
     ]
 
 

@@ -362,6 +362,19 @@ def test_peaks_on_a_gpu_are_as_predicted(tmp_path: Path, topology: str, captured
         assert told["predicted"] == pytest.approx(told["allocated"], rel=0.1), told["when"]
 
 
+def test_a_device_that_is_not_there_counts_as_the_first(monkeypatch: pytest.MonkeyPatch) -> None:
+    """`plan --devices 8` on a machine with two."""
+    cards = {0: (9, 0), 1: (8, 0)}
+
+    def capability(device: torch.device | int) -> tuple[int, int]:
+        return cards[device if isinstance(device, int) else device.index or 0]
+
+    monkeypatch.setattr(torch.cuda, "is_available", lambda: True)
+    monkeypatch.setattr(torch.cuda, "device_count", lambda: 2)
+    monkeypatch.setattr(torch.cuda, "get_device_capability", capability)
+    assert [memory.workspace(torch.device("cuda", n)) >> 20 for n in (0, 1, 7)] == [32, 8, 32]
+
+
 def test_fp8_is_a_copy_of_the_layers_matrices(free: dict[str, float]) -> None:
     size, plan = TargetSize.of(target_config("8B")), _plan(1, 1)
     runtime = dataclasses.replace(plan.config.runtime, fp8_target=True)

@@ -27,6 +27,7 @@ from trainer.data.chat import Message, RowError
 from trainer.data.errors import DataError
 
 METHOD = 1  # raised when the same rows would get other ids or spans
+_TARGET = "name the target: its folder (Hugging Face layout) or its GGUF file"
 _MARKER = "Qz7Marker7zQ"
 _GENERATION = re.compile(r"\{%[-+]?\s*generation\s*[-+]?%\}")
 
@@ -50,16 +51,14 @@ def load_tokenizer(path: Path) -> Any:
         where = {"pretrained_model_name_or_path": str(path)}
     else:
         problem = "not a folder and not a .gguf file" if path.exists() else "no such folder or file"
-        raise DataError(
-            f"the tokenizer can't be read: {problem}", where=str(path), hint="give --tokenizer the target"
-        )
+        raise DataError(f"the tokenizer can't be read: {problem}", where=str(path), hint=_TARGET)
     try:
         tokenizer = AutoTokenizer.from_pretrained(**where, local_files_only=True)
     except (OSError, ValueError, ImportError, KeyError) as error:
         raise DataError(
             f"the tokenizer can't be read: {error}",
             where=str(path),
-            hint="give --tokenizer the target's folder",
+            hint=_TARGET,
         ) from error
     if not tokenizer.is_fast:
         raise DataError(

@@ -71,7 +71,9 @@ class Placement:
         count = len(self.drafters)
         exchange = costs.exchange_ms * (count - 1)
         if self.colocated:
-            return costs.longest_ms(count, target=True) + exchange
+            return (
+                max(map(self.drafters.count, self.devices)) * costs.longest_ms(count, target=True) + exchange
+            )
         target = costs.target_ms * count / len(self.targets)  # a target's work in a step
         drafter = costs.longest_ms(count, target=False) + exchange
         return max(

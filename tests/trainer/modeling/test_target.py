@@ -13,6 +13,7 @@ from transformers import Qwen3Config, Qwen3ForCausalLM
 
 from tests.trainer.modeling.conftest import qwen3
 from trainer.modeling import ModelError
+from trainer.modeling.decoder import Projection
 from trainer.modeling.target import Target, layer_forward, load_config, resolve_dtype
 from trainer.runtime import compile
 
@@ -234,6 +235,18 @@ def test_fp8_is_refused_where_it_cannot_be(family: Callable[..., Any]) -> None:
         ModelError, match=r"fp8_target needs a GPU of compute capability 8.9 or newer.* on cpu"
     ):
         Target(family(), (1,)).to_fp8()
+
+
+def test_a_target_in_8_bits_may_be_asked_again() -> None:
+    """One that was measured before the run is used in it: its weights are not to be rounded twice."""
+    linear = torch.nn.Linear(32, 16)
+    once = Projection.of(linear).in_fp8()
+    again = once.in_fp8()
+    assert torch.equal(again.weight.float(), once.weight.float())
+    assert again.scale is not None
+    torch.testing.assert_close(
+        again.weight.float() * again.scale, linear.weight.detach(), rtol=0.07, atol=1e-3
+    )
 
 
 @pytest.mark.gpu

@@ -117,6 +117,7 @@ def test_workers_that_share_a_device_share_its_time() -> None:
     assert Placement(("cuda:0",), ("cuda:0",)).step_ms(costs) == 30.0
     assert Placement(("cpu", "cpu"), ("cpu", "cpu")).step_ms(costs) == 60.0
     assert Placement(("cuda:0", "cuda:1"), ("cuda:1",)).step_ms(costs) == 25.0
+    assert Placement(("cpu", "cpu"), ("cpu", "cpu"), colocated=True).step_ms(costs) == 60.0
     assert placements(["cuda:0"]) == [Placement(("cuda:0",), ("cuda:0",), colocated=True)]
 
 
