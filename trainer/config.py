@@ -23,6 +23,10 @@ BUNDLED = "bundled:"
 """Prefix of paths that name files shipped with the trainer, below `trainer/profiles/`."""
 
 
+_WORDS = {bool: "true or false", int: "a whole number", float: "a number", str: "a string"}
+"""Types of TOML values, for people."""
+
+
 class ConfigError(ValueError):
     """A training configuration that can't be used as it stands: the message names section, key and the fix."""
 
@@ -185,7 +189,9 @@ def parse(raw: dict[str, Any], source: str = "config") -> Config:
 
 def _build(cls: Any, raw: Any, source: str, prefix: str) -> Any:
     if not isinstance(raw, dict):
-        raise ConfigError(f"{source}: {prefix or 'the file'} must be a table")
+        name = prefix.rstrip(".")
+        also = ' or "auto"' if name == "devices" else ""
+        raise ConfigError(f"{source}: `{name}` must be a table ([{name}]){also}, not {_told(raw)}")
     hints = typing.get_type_hints(cls)
     names = [f.name for f in dataclasses.fields(cls)]
     values: dict[str, Any] = {}
@@ -207,21 +213,30 @@ def _convert(hint: Any, value: Any, source: str, key: str) -> Any:
     if origin is tuple:
         item = typing.get_args(hint)[0]
         if not isinstance(value, list):
-            raise ConfigError(f"{source}: `{key}` must be a list, not {type(value).__name__}")
+            raise ConfigError(f"{source}: `{key}` must be a list, not {_told(value)}")
         return tuple(_convert(item, v, source, f"{key}[{i}]") for i, v in enumerate(value))
     if origin is dict:
         if not isinstance(value, dict):
-            raise ConfigError(f"{source}: `{key}` must be a table")
+            raise ConfigError(f"{source}: `{key}` must be a table ([{key}]), not {_told(value)}")
         return {k: _convert(typing.get_args(hint)[1], v, source, f"{key}.{k}") for k, v in value.items()}
     if origin is types.UnionType or origin is typing.Union:
         raise AssertionError("no unions in the config")
     if hint is float and isinstance(value, int) and not isinstance(value, bool):
         return float(value)
     if not isinstance(value, hint) or (isinstance(value, bool) and hint is not bool):
-        raise ConfigError(
-            f"{source}: `{key}` must be {hint.__name__}, not {type(value).__name__} ({value!r})"
-        )
+        raise ConfigError(f"{source}: `{key}` must be {_WORDS[hint]}, not {_told(value)}")
     return value
+
+
+def _told(value: Any) -> str:
+    """A value as it would stand in the file, or what it is where that would be long."""
+    if isinstance(value, bool):
+        return str(value).lower()
+    if isinstance(value, str):
+        return f'"{value}"'
+    if isinstance(value, (list, dict, tuple)):
+        return "an empty list" if not value else "a table" if isinstance(value, dict) else "a list"
+    return str(value)
 
 
 def _check(config: Config, source: str) -> None:
@@ -290,4 +305,6 @@ def _check(config: Config, source: str) -> None:
     ]
     for ok, key, want in rules:
         if not ok:
-            raise ConfigError(f"{source}: `{key}` must be {want}")
+            section, name = key.split(".")
+            value = getattr(getattr(config, section), name)
+            raise ConfigError(f"{source}: `{key}` must be {want}, not {_told(value)}")

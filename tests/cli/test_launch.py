@@ -99,7 +99,7 @@ def test_dry_runs_say_what_is_taken_show_commands_and_hide_secrets(bare_cli):
     ("args", "code", "words"),
     [
         (("-c", "nope.toml"), 1, "no such training config"),
-        (("-c", "wrong.toml"), 1, "`train.steps` must be int"),
+        (("-c", "wrong.toml"), 1, "`train.steps` must be a whole number"),
         (("-c", "near.toml"), 1, "did you mean `train.steps`"),
         (("-c", "broken.toml"), 1, "broken.toml:1\n"),
         (("-c", "."), 1, "read: Is a directory\n"),
