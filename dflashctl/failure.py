@@ -52,11 +52,9 @@ def _reported(s: Snapshot, found: Diagnosis) -> Diagnosis | None:
     """In the trainer's own words, where its `failed` event tells more than the log: a message, a place, a `fix:` line."""
     event = (s.events.phases.get("failed") or ({},))[0]
     said = [line.strip() for line in text(event.get("error")).splitlines() if line.strip()]
-    worker = text(event.get("worker")) or "a worker"
-    root = _report_line(s, worker)
+    root = _report_line(s, text(event.get("worker")))
     if not said or (found.class_ not in (None, "unknown") and (found.root is None or found.root != root)):
         return None
-    device = text(event.get("device"))
     fixes = tuple(line.removeprefix("fix:").strip() for line in said if line.startswith("fix:"))
     rest = "; ".join(line for line in said[1:] if not line.startswith("fix:"))
     known = found.class_ not in (None, "unknown")
@@ -66,7 +64,7 @@ def _reported(s: Snapshot, found: Diagnosis) -> Diagnosis | None:
         class_=found.class_ if known else "unknown",
         confidence="certain",
         title=_TYPE.sub("", said[0]),
-        where=f"{worker} on {device}" if device else worker,
+        where=culprit(event),
         root=root,
         evidence=(),
         cause=rest or (found.cause if known else ""),
@@ -76,9 +74,16 @@ def _reported(s: Snapshot, found: Diagnosis) -> Diagnosis | None:
     )
 
 
+def culprit(failed: Mapping[str, Any]) -> str:
+    """`worker on device` of a `failed` event; empty where it was the run's own thread."""
+    worker, device = text(failed.get("worker")), text(failed.get("device"))
+    return "" if worker == "main" else " on ".join(part for part in (worker, device) if part)
+
+
 def _report_line(s: Snapshot, worker: str) -> Place | None:
     """Where the log holds the trainer's report."""
+    begin = ("The run failed at step ", "main on ") if worker == "main" else (f"{worker} on ",)
     for number, line in enumerate(s.log.lines, s.log.first_line or 1):
-        if line.startswith(f"{worker} on ") and " failed at step " in line:
+        if line.startswith(begin) and " failed at step " in line:
             return Place("run.log", number, line)
     return None

@@ -15,7 +15,7 @@ from dflashctl.diagnose import Diagnosis
 from dflashctl.diagnose.gpus import BUSY_UTIL_PCT, SPINNING_W, numbers
 from dflashctl.diagnose.model import STOPPED_BY_US
 from dflashctl.errors import ExitCode
-from dflashctl.failure import behind_stall, explain
+from dflashctl.failure import behind_stall, culprit, explain
 from dflashctl.pace import STALL_FLOOR, patience, read_rate, remaining, stall_limit
 from dflashctl.phases import PHASE_WORDS, Rung, doing, ladder, last_event, phase_of, progress
 from dflashctl.recovery import again, mended
@@ -269,7 +269,7 @@ def _worker_failed(s: Snapshot, failed: Mapping[str, Any], now: float, phase: st
     """A worker reported failure while the process is still there: on its way out, or hung."""
     t = finite(failed.get("t"))
     age = now - t if t is not None else math.inf
-    who = " on ".join(p for p in (text(failed.get("worker")), text(failed.get("device"))) if p) or "a worker"
+    who = culprit(failed) or "the run"
     error = " ".join(text(failed.get("error")).split())
     reason = f"{who} failed" + (f": {error}" if error else "")
     found = explain(s, {"process_alive": True})

@@ -33,14 +33,14 @@ def test_a_kill_is_told_by_memory_kills_unless_the_log_is_certain(ended):
 
 
 def test_the_trainers_own_report_stands_where_the_log_shows_nothing():
-    lines = ["step 1/9", "main on host failed at step 0: no such dataset"]
+    lines = ["step 1/9", "The run failed at step 0: no such dataset"]
     failed = [{"event": "failed", "t": 1.0, "worker": "main", "device": "host", "step": 0, "error": REPORT}]
     facts = {"process_alive": False, "exit_code": 1, "signal": "", "oom_kills": 0}
     found = explain(snapshot(lines, failed=failed), facts)
     assert (found.class_, found.rule) == ("unknown", "reported")
     assert (found.title, found.cause) == ("no such dataset", "/data/chat")
     assert found.advice == ("check data.path",)
-    assert (found.root.line, found.where) == (12, "main on host")
+    assert (found.root.line, found.where) == (12, "")
     assert explain(snapshot(CRASH, failed=failed), facts).class_ == "user-exception"
 
 

@@ -421,9 +421,7 @@ def test_what_the_trainer_reports_stands_where_the_log_shows_nothing_known():
     made = snap("warming")
     said = "the tokenizer can't be read: no such folder\n  /models/none\n  fix: give --tokenizer the target"
     made["state"].update(status="exited", exit_code=1, ended=made["now"])
-    made["log"].update(
-        lines=["Loading", f"main on host failed at step 0: {said.splitlines()[0]}"], first_line=4
-    )
+    made["log"].update(lines=["Loading", f"The run failed at step 0: {said.splitlines()[0]}"], first_line=4)
     failed = {
         "t": made["now"],
         "event": "failed",

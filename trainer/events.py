@@ -300,9 +300,11 @@ class Events:
         )
 
     def failed(self, *, worker: str, device: str, step: int, error: str) -> None:
+        """worker: a thread's name; in "main" fails what is no worker's: configuration, data, checkpoints."""
+        who = "The run" if worker == "main" else f"{worker} on {device}"
         self.emit(
             "failed",
-            f"{worker} on {device} failed at step {step}: {error}",
+            f"{who} failed at step {step}: {error}",
             worker=worker,
             device=device,
             step=step,

@@ -198,24 +198,44 @@ def _seconds(value: Any) -> float | None:
 
 
 def _events(path: Path, name: str, known: sig.Signatures) -> Scanner:
-    """Our trainer's events: a worker that failed says so with its error, even where the log was lost."""
-    scanner = Scanner(known, name)
+    """Our trainer's events, in the words of its log: who failed and how the newest attempt ended, even where the log is lost."""
+    said: list[tuple[int, str, float | None]] = []
     with path.open("rb") as file:
         number = 0
         while raw := file.readline(LINE):
             number += 1
-            if b'"failed"' not in raw:
+            if not any(kind in raw for kind in (b'"start"', b'"failed"', b'"end"')):
                 continue
             try:
                 event = json.loads(raw)
             except (ValueError, RecursionError):
                 continue
-            if isinstance(event, Mapping) and event.get("event") == "failed":
-                scanner.feed(number, str(event.get("error", "")).encode("utf-8", "replace"))
-                scanner.time = _seconds(event.get("t"))
+            kind = event.get("event") if isinstance(event, Mapping) else None
+            if kind == "start":
+                said.clear()
+            elif kind in ("failed", "end"):
+                said.append((number, _in_words(event), _seconds(event.get("t"))))
+    scanner = Scanner(known, name)
+    for number, line, t in said:
+        scanner.feed(number, line.encode("utf-8", "replace"))
+        scanner.time = t
     scanner.close()
     return scanner
 
+
+def _in_words(event: Mapping[str, Any]) -> str:
+    at = f"at step {event.get('step')}"
+    if event["event"] == "end":
+        return f"Run {event.get('status')} {at}"
+    error = str(event.get("error", ""))
+    who = f"{event.get('worker')} on {event.get('device')}"
+    return f"{who} failed {at}: {error}" if error.startswith(REPORTED) else error
+
+
+REPORTED = tuple(
+    f"{kind}Error: " for kind in ("Config", "Model", "Prompt", "Data", "Checkpoint", "NonFinite")
+)
+"""What the trainer tells without a traceback: signatures know such errors by the whole line."""
 
 LINE = 1 << 20
 """Bytes of one line of events that are read."""

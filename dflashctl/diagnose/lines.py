@@ -49,7 +49,7 @@ _PROGRESS = Gated(
     """
 )
 _FAILURE = Gated(r"^[\w.]{1,200}(?:Error|Exception): |\bfailed at (?:global[_ ]?)?step\b")
-_REPORT = re.compile(r"^[\w-]{1,40} on [\w:]{1,20} failed at step \d{1,12}: ")
+_REPORT = re.compile(r"^(?:The run|[\w-]{1,40} on [\w:]{1,20}) failed at step \d{1,12}: ")
 _RATE = re.compile(r"\d ?(?:[kMG]?i?B|it|\w{2,12})/s\b|\ds/\w{2,12}\b")
 _AT_ZERO = re.compile(r"\b0/\d+ \[[\d:]{1,12}<\?")
 _MEASURE = re.compile(

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import json
 from pathlib import Path
+from typing import Any
 
 import pytest
 
@@ -101,6 +102,38 @@ def test_an_event_tells_of_a_failure_the_log_lost(tmp_path: Path) -> None:
     found = diagnose_paths([tmp_path], {"process_alive": False, "exit_code": 1})
     assert found.root is not None
     assert (found.class_, found.root.file, found.root.line) == ("disk-full", "events.jsonl", 2)
+
+
+FAILED = {
+    "event": "failed",
+    "worker": "target-0",
+    "device": "cpu",
+    "step": 0,
+    "error": "ModelError: fp8 needs a GPU",
+}
+END = {"event": "end", "step": 3}
+
+
+@pytest.mark.parametrize(
+    ("events", "verdict", "class_"),
+    [
+        ([FAILED, {**END, "status": "failed"}], "failed", "config-error"),
+        ([{**END, "status": "finished"}], "finished", None),
+        (
+            [FAILED, {**END, "status": "failed"}, {"event": "start"}, {**END, "status": "finished"}],
+            "finished",
+            None,
+        ),
+    ],
+)
+def test_events_alone_tell_how_the_newest_attempt_ended(
+    tmp_path: Path, events: list[dict[str, Any]], verdict: str, class_: str | None
+) -> None:
+    """A run started without dflashctl leaves nothing else in its folder."""
+    lines = [json.dumps({"t": 1.0, **event}) for event in [{"event": "start"}, *events]]
+    (tmp_path / "events.jsonl").write_text("\n".join(lines) + "\n")
+    found = diagnose_paths([tmp_path])
+    assert (found.verdict, found.class_) == (verdict, class_)
 
 
 @pytest.mark.parametrize(

@@ -71,7 +71,7 @@ class Crew:
             if first:
                 self.failure, self.failed_step = error, step
                 line = _line(error, isinstance(error, self._plain))
-                self.reason = f"{name} on {device} at step {step}: {line}"
+                self.reason = f"{'' if name == 'main' else f'{name} on {device} '}at step {step}: {line}"
         try:
             if first:
                 self._report(name, device, step, error)
