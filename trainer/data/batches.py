@@ -90,28 +90,37 @@ class BatchPlan(ABC):
             raise ValueError("a batch needs at least one row")
         self.batch_size = batch_size
         self.seed = seed
-        self._epochs: dict[int, tuple[np.ndarray, np.ndarray]] = {}
+        self._epochs: dict[tuple[int, int], tuple[np.ndarray, np.ndarray]] = {}
         self._lock = threading.Lock()
 
-    def batch(self, k: int) -> BatchRows:
-        """Rows of global batch `k` (0-based, over all epochs). Raises IndexError below 0."""
+    def batch(self, k: int, a_step: int = 1) -> BatchRows:
+        """Rows of global batch `k` (0-based, over all epochs). Raises IndexError below 0.
+
+        Args:
+            a_step: batches that a step takes, the first one k = 0 .. a_step - 1. They have one length where the epoch has
+                enough of it: drafters wait for the longest.
+        """
         if k < 0:
             raise IndexError(f"batch {k}")
         epoch, position = divmod(k, self.batches_per_epoch)
-        return BatchRows(epoch, *self._pick(self._epoch(epoch), position))
+        return BatchRows(epoch, *self._pick(self._epoch(epoch, a_step), position))
 
-    def _epoch(self, epoch: int) -> tuple[np.ndarray, np.ndarray]:
+    def _epoch(self, epoch: int, a_step: int = 1) -> tuple[np.ndarray, np.ndarray]:
+        key = epoch, a_step
         with self._lock:
-            if epoch not in self._epochs:
+            if key not in self._epochs:
                 while len(self._epochs) > 1:  # two: workers stand on both sides of an epoch's end
                     del self._epochs[min(self._epochs)]
                 generator = np.random.Generator(np.random.PCG64([self.seed, epoch]))
-                self._epochs[epoch] = self._shuffle(generator)
-            return self._epochs[epoch]
+                begun = -epoch * self.batches_per_epoch % a_step
+                self._epochs[key] = self._shuffle(generator, begun, a_step)
+            return self._epochs[key]
 
     @abstractmethod
-    def _shuffle(self, generator: np.random.Generator) -> tuple[np.ndarray, np.ndarray]:
-        """An epoch's order, as `_pick` reads it."""
+    def _shuffle(
+        self, generator: np.random.Generator, begun: int, a_step: int
+    ) -> tuple[np.ndarray, np.ndarray]:
+        """An epoch's order, as `_pick` reads it. Its first `begun` batches belong to the step in which it begins."""
 
     @abstractmethod
     def _pick(self, order: tuple[np.ndarray, np.ndarray], position: int) -> tuple[int, list[np.ndarray]]:
@@ -149,12 +158,14 @@ class BucketPlan(BatchPlan):
         self.batches_per_epoch = len(self._bucket_of)
         self.samples_a_batch = float(batch_size)
 
-    def _shuffle(self, generator: np.random.Generator) -> tuple[np.ndarray, np.ndarray]:
+    def _shuffle(
+        self, generator: np.random.Generator, begun: int, a_step: int
+    ) -> tuple[np.ndarray, np.ndarray]:
         rows = []
         for members in self._members:
             full = -(-len(members) // self.batch_size) * self.batch_size
             rows.append(np.resize(generator.permutation(members), full).reshape(-1, self.batch_size))
-        order = generator.permutation(self.batches_per_epoch)
+        order = deal(self._bucket_of, begun, a_step, generator)
         return np.concatenate(rows)[order], self._bucket_of[order]
 
     def _pick(self, order: tuple[np.ndarray, np.ndarray], position: int) -> tuple[int, list[np.ndarray]]:
@@ -170,6 +181,27 @@ class BucketPlan(BatchPlan):
             anchors += slots * len(members)
             blocks += int(np.minimum(candidates[members], slots).sum())
         return Waste(tokens, tokens - sum(self.buckets.tokens), anchors, anchors - blocks)
+
+
+def deal(buckets: np.ndarray, begun: int, a_step: int, generator: np.random.Generator) -> np.ndarray:
+    """An order [N] of batches, in which each step takes batches of one bucket, and only what buckets leave over is mixed.
+
+    Args:
+        buckets: of each batch, rising, [N]; within a bucket their order is random already.
+        begun: batches at the start that belong to a step which another epoch began.
+        a_step: batches a step.
+    """
+    sizes = np.bincount(buckets)
+    rank = np.arange(len(buckets)) - np.repeat(np.cumsum(sizes) - sizes, sizes)
+    even = rank < np.repeat(sizes // a_step * a_step, sizes)
+    begun = min(begun, len(buckets))
+    steps = (len(buckets) - begun) // a_step
+    # the batches of at most one step more are needed for the two that the epoch shares with others
+    whole = np.flatnonzero(even).reshape(-1, a_step)[:steps]
+    rest = np.setdiff1d(np.arange(len(buckets)), whole)
+    end = begun + (steps - len(whole)) * a_step
+    groups = np.concatenate((whole, rest[begun:end].reshape(-1, a_step)))
+    return np.concatenate((rest[:begun], generator.permutation(groups).ravel(), rest[end:]))
 
 
 class PackedPlan(BatchPlan):
@@ -192,7 +224,9 @@ class PackedPlan(BatchPlan):
         self.batches_per_epoch = -(-packing.rows // batch_size)
         self.samples_a_batch = len(lengths) / packing.rows * batch_size
 
-    def _shuffle(self, generator: np.random.Generator) -> tuple[np.ndarray, np.ndarray]:
+    def _shuffle(
+        self, generator: np.random.Generator, begun: int, a_step: int
+    ) -> tuple[np.ndarray, np.ndarray]:
         documents = generator.permutation(len(self._sizes))
         documents = documents[np.argsort(self._sizes[documents], kind="stable")]
         rows = np.resize(generator.permutation(self.packing.rows), self.batches_per_epoch * self.batch_size)

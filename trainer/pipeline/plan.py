@@ -37,7 +37,7 @@ class OwnBatches(NamedTuple):
     def batch(self, k: int) -> BatchRows:
         """Rows of this node's batch `k`."""
         step, drafter = divmod(k, self.drafters)
-        return self.batches.batch(step * self.everywhere + self.before + drafter)
+        return self.batches.batch(step * self.everywhere + self.before + drafter, self.everywhere)
 
 
 @dataclass(frozen=True)

@@ -78,13 +78,13 @@ def test_every_document_comes_once_an_epoch_and_rows_hold_them(lengths, size, se
 
 @pytest.mark.parametrize("make", [make, make_packed])
 @settings(max_examples=30, deadline=None)
-@given(LENGTHS, st.integers(0, 5))
-def test_a_batch_depends_on_its_index_alone(make, lengths, seed):
+@given(LENGTHS, st.integers(0, 5), st.integers(1, 4))
+def test_a_batch_depends_on_its_index_alone(make, lengths, seed, a_step):
     walked, jumped = make(lengths, seed=seed), make(lengths, seed=seed)
     count = 3 * walked.batches_per_epoch + 1
-    batches = [walked.batch(k) for k in range(count)]
+    batches = [walked.batch(k, a_step) for k in range(count)]
     for k in np.random.default_rng(seed).permutation(count):
-        batch = jumped.batch(int(k))
+        batch = jumped.batch(int(k), a_step)
         assert batch[:2] == batches[k][:2]
         for got, wanted in zip(batch.rows, batches[k].rows, strict=True):
             np.testing.assert_array_equal(got, wanted)
@@ -101,6 +101,27 @@ def test_epochs_and_seeds_differ(make):
     assert rows(make(lengths), 0) != rows(make(lengths), 1)
     assert rows(make(lengths), 0) != rows(make(lengths, seed=1), 0)
     assert rows(make(lengths), 1) != rows(make(lengths, seed=1), 0)
+
+
+@settings(max_examples=100, deadline=None)
+@given(LENGTHS, st.integers(1, 5), st.integers(0, 5), st.integers(1, 6))
+def test_a_step_takes_batches_of_one_length(lengths, size, seed, a_step):
+    """An epoch has the batches that it has anyway; mixed are only as many steps as take what the buckets leave over, and
+    those that two epochs share."""
+    plan = make(lengths, size, seed)
+    n = plan.batches_per_epoch
+    batches = [plan.batch(k, a_step) for k in range(4 * n)]
+    for epoch in range(4):
+        own = range(epoch * n, (epoch + 1) * n)
+        assert {batches[k].epoch for k in own} == {epoch}
+        dealt, shuffled = (
+            sorted((b.length, *flat(b).tolist()) for b in them)
+            for them in ([batches[k] for k in own], [plan.batch(k) for k in own])
+        )
+        assert dealt == shuffled
+        steps = [batches[k : k + a_step] for k in own if k % a_step == 0 and k + a_step <= (epoch + 1) * n]
+        left = sum(count % a_step for count in Counter(batches[k].length for k in own).values())
+        assert sum(len({b.length for b in step}) > 1 for step in steps) <= left // a_step
 
 
 def test_rows_are_in_other_company_each_epoch():
@@ -152,9 +173,10 @@ def test_no_more_than_two_epochs_are_kept():
 
 def test_batches_of_one_bucket_are_spread_over_the_epoch():
     plan = make([10] * 100 + [140] * 100)
-    lengths = [plan.batch(k).length for k in range(plan.batches_per_epoch)]
-    assert lengths != sorted(lengths)
-    assert lengths != sorted(lengths, reverse=True)
+    for a_step in (1, 3):
+        lengths = [plan.batch(k, a_step).length for k in range(plan.batches_per_epoch)]
+        assert lengths != sorted(lengths)
+        assert lengths != sorted(lengths, reverse=True)
 
 
 def test_bad_arguments():

@@ -41,14 +41,15 @@ def test_every_batch_left_has_one_target(targets: int, drafters: int, first: int
 def test_nodes_share_the_batches_of_a_step(by_node: list[int], targets: int, first: int, more: int) -> None:
     """However drafters are spread over nodes, drafter number d of all gets the batches k with k mod D = d, in order."""
     total, got = sum(by_node), []
-    rows: Any = SimpleNamespace(batches_per_epoch=10, batch=lambda k: k, seed=7)
+    rows: Any = SimpleNamespace(batches_per_epoch=10, batch=lambda k, a_step: (k, a_step), seed=7)
     for node, drafters in enumerate(by_node):
         plan = _plan(targets, drafters, first, first + more)
         plan = dataclasses.replace(plan, batches=rows, node=node, drafters_by_node=tuple(by_node))
         assert (plan.all_drafters, plan.epoch(first), plan.own_batches.seed) == (total, first * total / 10, 7)
         mine = sorted(k for target in range(targets) for k in plan.batches_of(target))
         got += [[plan.own_batches.batch(k) for k in mine if k % drafters == d] for d in range(drafters)]
-    assert got == [list(range(first * total + d, (first + more) * total, total)) for d in range(total)]
+    want = [range(first * total + d, (first + more) * total, total) for d in range(total)]
+    assert got == [[(k, total) for k in its] for its in want]
 
 
 def test_epochs_and_blocks() -> None:
