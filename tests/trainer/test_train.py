@@ -176,7 +176,7 @@ def test_drafters_average_their_gradients(tmp_path: Path, start: Start, training
     alone._build(worker.embedding, worker.head)
     producer = training.targets[0].producer
     gradients, losses, weights = [], [], []
-    with Prefetcher(plan.dataset, plan.batches, [0, 1], count=6, block_size=4) as batches:
+    with Prefetcher(plan.dataset, plan.own_batches, [0, 1], count=6, block_size=4) as batches:
         for prepared in batches:
             out = alone._loss(producer.deliver(prepared).batch)
             (out.loss * out.weight).backward()

@@ -2,7 +2,8 @@
 
 A step of D drafters takes D batches. In it a device is busy for its share of the targets' work and for its drafters' own,
 and the slowest device or worker sets the pace, since the channel lets targets run ahead but not behind. Drafters wait for
-one another at the end of a step, so where batches differ in length the longest of D sets the pace
+one another at the end of a step; that costs nothing, because a step's batches have one length (`BatchPlan.batch`). Where
+lengths differ from step to step, so much is reached with a channel deep enough to even them out
 (tests/trainer/pipeline/test_balance.py holds that to a simulation of the workers).
 """
 
@@ -17,7 +18,7 @@ CLOSE = 0.02
 
 @dataclass(frozen=True)
 class Costs:
-    """Measured with one batch on one device.
+    """Measured with one batch on one device, on average over the lengths that batches have.
 
     Attributes:
         rows: of the batch.
@@ -25,8 +26,6 @@ class Costs:
         target_ms: until its features are there.
         drafter_ms: forward, loss, backward and update.
         exchange_ms: what each further drafter adds to a step, for its gradients are fetched and added.
-        lengths: where batches differ: (share of batches, target_ms, drafter_ms) of each length; the times above are their
-            means.
     """
 
     rows: int
@@ -34,18 +33,6 @@ class Costs:
     target_ms: float
     drafter_ms: float
     exchange_ms: float = 0.0
-    lengths: tuple[tuple[float, float, float], ...] = ()
-
-    def longest_ms(self, count: int, target: bool) -> float:
-        """Expected drafter_ms (`target`: and target_ms with it) of the longest of `count` batches, drawn at random."""
-        lengths = self.lengths or ((1.0, self.target_ms, self.drafter_ms),)
-        rising = sorted((drafter + target * both, share) for share, both, drafter in lengths)
-        expected = below = 0.0
-        for ms, share in rising:
-            upto = min(1.0, below + share)
-            expected += ms * (upto**count - below**count)
-            below = upto
-        return expected
 
 
 @dataclass(frozen=True)
@@ -71,11 +58,10 @@ class Placement:
         count = len(self.drafters)
         exchange = costs.exchange_ms * (count - 1)
         if self.colocated:
-            return (
-                max(map(self.drafters.count, self.devices)) * costs.longest_ms(count, target=True) + exchange
-            )
+            most = max(map(self.drafters.count, self.devices))
+            return most * (costs.target_ms + costs.drafter_ms) + exchange
         target = costs.target_ms * count / len(self.targets)  # a target's work in a step
-        drafter = costs.longest_ms(count, target=False) + exchange
+        drafter = costs.drafter_ms + exchange
         return max(
             self.targets.count(device) * target + self.drafters.count(device) * drafter
             for device in self.devices

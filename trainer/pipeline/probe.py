@@ -128,9 +128,7 @@ def decide(plan: Plan, size: TargetSize, load: KeptTargets, events: Events, draf
 def advise(events: Events, costs: Costs, present: Placement, ways: Sequence[Placement]) -> None:
     """Tell what a batch costs, what `present` makes of the devices, and which of `ways` would make more."""
     events.plan(
-        costs={
-            name: round(value, 3) for name, value in dataclasses.asdict(costs).items() if name != "lengths"
-        },
+        costs={name: round(value, 3) for name, value in dataclasses.asdict(costs).items()},
         now=told(present, costs),
         best=told(best([present, *ways], costs), costs),
     )

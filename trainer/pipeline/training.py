@@ -91,14 +91,12 @@ class Training:
         often = Counter(batches.batch(k).length for k in drawn)
 
         target, drafter = self.targets[0].producer.batch_ms, self.drafters[0].batch_ms
-        lengths = [(n / len(drawn), target[length], drafter[length]) for length, n in often.items()]
         return Costs(
             rows=batches.batch_size,
             samples=batches.samples_a_batch,
-            target_ms=sum(share * ms for share, ms, _ in lengths),
-            drafter_ms=sum(share * ms for share, _, ms in lengths),
+            target_ms=sum(n * target[length] for length, n in often.items()) / len(drawn),
+            drafter_ms=sum(n * drafter[length] for length, n in often.items()) / len(drawn),
             exchange_ms=self._exchange_ms(),
-            lengths=tuple(lengths),
         )
 
     def _exchange_ms(self) -> float:
