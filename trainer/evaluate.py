@@ -12,7 +12,7 @@ import copy
 import dataclasses
 import json
 import sys
-from collections.abc import Callable, Iterator, Mapping, Sequence
+from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
@@ -20,7 +20,7 @@ from typing import Any
 import torch
 
 from trainer.config import resolve
-from trainer.data.chat import ROLES
+from trainer.data.chat import Message, RowError, messages_of, parse_object
 from trainer.data.masking import load_tokenizer
 from trainer.export import load_drafter
 from trainer.modeling import ModelError
@@ -191,8 +191,8 @@ def read_prompts(
 ) -> list[list[int]]:
     """Tokenised prompts of a JSONL file.
 
-    A row has `messages` or `conversations`, whose last answer is left off (earlier ones stay, as context),
-    or `prompt` text. The chat template is applied, up to where the assistant begins; text without a
+    A row has `messages` or `conversations` (`data.chat.messages_of`), whose last answer is left off (earlier ones stay,
+    as context), or `prompt` text. The chat template is applied, up to where the assistant begins; text without a
     template is taken as it is.
 
     Args:
@@ -206,64 +206,57 @@ def read_prompts(
         PromptError: no such file, no rows, or a row that can't be read.
     """
     prompts: list[list[int]] = []
-    for number, row in _rows(path):
+    try:
+        lines = path.read_bytes().splitlines()
+    except OSError as error:
+        raise PromptError(f"{path}: can't be read: {error}") from error
+    for number, line in enumerate(lines, 1):
         if count and len(prompts) == count:
             break
-        messages = _messages(row, f"{path}:{number}")
-        if tokenizer.chat_template:
-            text = tokenizer.apply_chat_template(
-                messages, add_generation_prompt=True, tokenize=False, **(arguments or {})
-            )
-            ids = tokenizer(text, add_special_tokens=False).input_ids
-        elif "prompt" in row:
-            ids = tokenizer(row["prompt"]).input_ids
-        else:
-            raise PromptError(f"{path}:{number}: a chat, and the target's tokenizer has no template")
-        if not ids:
-            raise PromptError(f"{path}:{number}: an empty prompt")
-        prompts.append(ids)
+        if line.strip():
+            try:
+                prompts.append(_prompt(line, tokenizer, arguments or {}))
+            except RowError as error:
+                raise PromptError(f"{path}:{number}: {error}") from error
     if not prompts:
         raise PromptError(f"{path}: no prompts in it")
     return prompts
 
 
-def _rows(path: Path) -> Iterator[tuple[int, dict[str, Any]]]:
-    try:
-        with path.open(encoding="utf-8-sig") as lines:
-            for number, line in enumerate(lines, 1):
-                if line.strip():
-                    row = json.loads(line)
-                    if not isinstance(row, dict):
-                        raise PromptError(f"{path}:{number}: not an object")
-                    yield number, row
-    except json.JSONDecodeError as error:
-        raise PromptError(f"{path}:{number}: not JSON: {error}") from error
-    except (OSError, UnicodeDecodeError) as error:
-        raise PromptError(f"{path}: can't be read: {error}") from error
+def _prompt(line: bytes, tokenizer: Any, arguments: Mapping[str, Any]) -> list[int]:
+    """Token ids of one row. Raises RowError."""
+    from jinja2 import TemplateError
+
+    row = parse_object(line)
+    text = row.get("prompt")
+    if tokenizer.chat_template:
+        try:
+            text = tokenizer.apply_chat_template(
+                _messages(row), add_generation_prompt=True, tokenize=False, **arguments
+            )
+        except TemplateError as error:
+            raise RowError("template", f"the chat template refuses the row: {error}") from error
+        ids = tokenizer(text, add_special_tokens=False).input_ids
+    elif isinstance(text, str):
+        ids = tokenizer(text).input_ids
+    else:
+        raise RowError("no template", "a chat, and the target's tokenizer has no template")
+    if not ids:
+        raise RowError("no prompt", "it has no token")
+    return ids
 
 
-def _messages(row: dict[str, Any], where: str) -> list[dict[str, str]]:
+def _messages(row: dict[str, Any]) -> list[Message]:
     """Messages up to and with the last user turn."""
     if isinstance(row.get("prompt"), str):
         return [{"role": "user", "content": row["prompt"]}]
-    raw = row.get("messages", row.get("conversations"))
-    if not isinstance(raw, list):
-        raise PromptError(f"{where}: a row needs `messages`, `conversations` or `prompt`")
-    messages = []
-    for message in raw:
-        fields = message if isinstance(message, dict) else {}
-        role = ROLES.get(str(fields.get("role", fields.get("from"))).lower())
-        content = fields.get("content", fields.get("value"))
-        if isinstance(content, list) and all(isinstance(part, dict) for part in content):
-            texts = [part.get("text") for part in content]
-            content = "".join(texts) if all(isinstance(text, str) for text in texts) else None
-        if role is None or not isinstance(content, str):
-            raise PromptError(f"{where}: a message needs a known role and text: {json.dumps(message)[:80]}")
-        messages.append({"role": role, "content": content})
+    if not {"messages", "conversations"} & row.keys():
+        raise RowError("no prompt", "a row needs `messages`, `conversations` or `prompt`")
+    messages = messages_of(row)
     while messages and messages[-1]["role"] != "user":
         messages.pop()
     if not messages:
-        raise PromptError(f"{where}: no user turn to answer")
+        raise RowError("no prompt", "no user turn to answer")
     return messages
 
 

@@ -313,7 +313,8 @@ def tokenizer(template: bool = True) -> PreTrainedTokenizerFast:
 
 
 def written(path: Path, *rows: Any) -> Path:
-    path.write_text("".join((r if isinstance(r, str) else json.dumps(r)) + "\n" for r in rows))
+    text = "".join((r if isinstance(r, str) else json.dumps(r)) + "\n" for r in rows)
+    path.write_bytes(text.encode("utf-8", "surrogateescape"))
     return path
 
 
@@ -375,17 +376,40 @@ def test_prompts_are_made_in_the_mode_asked_for(tmp_path: Path) -> None:
     ("row", "message"),
     [
         ("{", r"p\.jsonl:2: not JSON"),
+        ("\udcff", r"p\.jsonl:2: not UTF-8"),
         ("[1]", r"p\.jsonl:2: not an object"),
-        ({"text": "x"}, r"p\.jsonl:2: a row needs `messages`, `conversations` or `prompt`"),
-        ({"messages": [{"role": "wizard", "content": "x"}]}, r"p\.jsonl:2: a message needs a known role"),
-        ({"messages": [{"role": "user", "content": [{"image": "x"}]}]}, r"p\.jsonl:2: a message needs"),
-        ({"messages": [{"role": "assistant", "content": "x"}]}, r"p\.jsonl:2: no user turn"),
+        ({"text": "x"}, r"p\.jsonl:2: no prompt: a row needs `messages`, `conversations` or `prompt`"),
+        ({"messages": [{"role": "wizard", "content": "x"}]}, r"p\.jsonl:2: unknown role: .*'wizard'"),
+        (
+            {"messages": [{"role": "user", "content": [{"image": "x"}]}]},
+            r"p\.jsonl:2: wrong type: .*not a text part",
+        ),
+        ({"messages": [{"role": "assistant", "content": "x"}]}, r"p\.jsonl:2: role order"),
+        ({"messages": [{"role": "system", "content": "x"}]}, r"p\.jsonl:2: .*no user turn"),
     ],
 )
 def test_bad_rows_are_named(tmp_path: Path, row: Any, message: str) -> None:
     path = written(tmp_path / "p.jsonl", {"prompt": "w1"}, row)
     with pytest.raises(PromptError, match=message):
         read_prompts(path, tokenizer())
+
+
+def test_what_the_template_refuses_is_named(tmp_path: Path) -> None:
+    words = tokenizer()
+    words.chat_template = "{{ raise_exception('no system message') }}"
+    with pytest.raises(PromptError, match=r"p\.jsonl:1: template: .*no system message"):
+        read_prompts(written(tmp_path / "p.jsonl", {"prompt": "w1"}), words)
+
+
+def test_thoughts_of_earlier_turns_are_given_as_in_training(tmp_path: Path) -> None:
+    words = tokenizer()
+    words.chat_template = words.chat_template.replace(
+        "{{ m['content'] }}", "{{ m['reasoning_content'] }} {{ m['content'] }}"
+    )
+    said = {"role": "assistant", "content": "w2", "thinking": "w9"}
+    users = [{"role": "user", "content": text} for text in ("w1", "w3")]
+    path = written(tmp_path / "p.jsonl", {"messages": [users[0], said, users[1]]})
+    assert read_prompts(path, words) == [[40, 1, 41, 9, 2, 40, 3, 41]]
 
 
 def test_missing_and_empty_prompt_files(tmp_path: Path) -> None:

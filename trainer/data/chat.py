@@ -1,4 +1,4 @@
-"""One line of chat JSONL to messages, or the reason why not."""
+"""Lines of chat JSONL to messages, or the reason why not: of rows to learn from, and of prompts to answer."""
 
 from __future__ import annotations
 
@@ -40,11 +40,15 @@ class RowError(Exception):
 
 
 def parse_row(line: bytes) -> list[Message]:
-    """Messages of a row: `messages` of role and content, or `conversations` of from and value.
+    """Messages of a row to learn from: as `messages_of`, at least one of them an assistant's. Raises RowError."""
+    messages = messages_of(parse_object(line))
+    if all(m["role"] != "assistant" for m in messages):
+        raise RowError("no assistant turn", "nothing to learn from")
+    return messages
 
-    An optional system message comes first, then user and assistant take turns, and at least one assistant turn is
-    there. Content is text or a list of text parts. Raises RowError.
-    """
+
+def parse_object(line: bytes) -> dict[str, Any]:
+    """The JSON object of a line. Raises RowError."""
     try:
         row = json.loads(line.decode("utf-8-sig"))
     except UnicodeDecodeError as error:
@@ -53,6 +57,15 @@ def parse_row(line: bytes) -> list[Message]:
         raise RowError("not JSON", str(error) or "nested too deeply") from None
     if not isinstance(row, dict):
         raise RowError("not an object", f"the line is {_kind(row)}")
+    return row
+
+
+def messages_of(row: dict[str, Any]) -> list[Message]:
+    """Messages of a row: `messages` of role and content, or `conversations` of from and value.
+
+    An optional system message comes first, then user and assistant take turns. Content is text or a list of text parts.
+    Raises RowError.
+    """
     if "messages" in row:
         key, role_key, text_key = "messages", "role", "content"
     elif "conversations" in row:
@@ -118,8 +131,6 @@ def _check_order(messages: list[Message]) -> None:
         if role != expected:
             at = i + len(roles) - len(turns)
             raise RowError("role order", f"message {at} is {role} where {expected} should be")
-    if "assistant" not in roles:
-        raise RowError("no assistant turn", "nothing to learn from")
 
 
 def _kind(value: Any) -> str:
