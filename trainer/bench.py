@@ -28,7 +28,7 @@ import torch
 
 from trainer import memory
 from trainer.config import RuntimeConfig
-from trainer.options import at_least
+from trainer.options import at_least, counts
 from trainer.runtime import cache, devices, graphs
 from trainer.runtime.devices import Device
 from trainer.variants import VARIANTS, Bench, Phases
@@ -55,6 +55,9 @@ class Clock:
         if self._cuda:
             torch.cuda.synchronize()
 
+
+SLOW = ("plain", "eager")
+"""Variants that a CPU measures unasked: two of the others need CUDA, and compiling takes minutes."""
 
 More = Mapping[str, Callable[[Bench], Phases]]
 """Other ways to take a step, by name: other trainers'."""
@@ -153,29 +156,54 @@ def matmul_limit(device: torch.device) -> float:
     return 2 * size**3 / statistics.median(times) / 1e9
 
 
-def _counts(text: str) -> list[int]:
-    return [at_least(1)(part) for part in text.split(",")]
-
-
 def add_arguments(parser: argparse.ArgumentParser) -> None:
-    parser.add_argument("--shape", default="tiny", choices=SHAPES, help="Qwen3's shape of that size")
     parser.add_argument(
-        "--batch", type=_counts, default=[1], metavar="N,N", help="rows a step; several are tried in turn"
+        "--shape", default="tiny", choices=SHAPES, help="Qwen3's shape of that size (default: tiny)"
     )
-    parser.add_argument("--sequence", type=at_least(2), default=3072, metavar="N", help="tokens a row")
     parser.add_argument(
-        "--documents", type=at_least(1), default=1, metavar="N", help="samples packed in a row, of one length"
+        "--batch",
+        type=counts,
+        default=[1],
+        metavar="N,N",
+        help="rows a step; several are tried in turn (default: 1)",
     )
-    parser.add_argument("--anchors", type=at_least(1), default=512, metavar="N", help="blocks a row")
-    parser.add_argument("--block", type=at_least(2), default=16, metavar="N", help="tokens a block")
-    parser.add_argument("--layers", type=at_least(1), default=5, metavar="N", help="layers of the drafter")
     parser.add_argument(
-        "--variants", default="", metavar="A,B", help=f"of {', '.join(VARIANTS)}; all by default"
+        "--sequence", type=at_least(2), default=3072, metavar="N", help="tokens a row (default: 3072)"
     )
-    parser.add_argument("--device", default="", metavar="NAME", help="cuda:0 where there is one, else cpu")
-    parser.add_argument("--steps", type=at_least(1), default=20, metavar="N", help="steps timed")
     parser.add_argument(
-        "--seconds", type=at_least(0.0), default=20.0, metavar="S", help="at most so long a variant"
+        "--documents",
+        type=at_least(1),
+        default=1,
+        metavar="N",
+        help="samples packed in a row, of one length (default: 1)",
+    )
+    parser.add_argument(
+        "--anchors", type=at_least(1), default=512, metavar="N", help="blocks a row (default: 512)"
+    )
+    parser.add_argument(
+        "--block", type=at_least(2), default=16, metavar="N", help="tokens a block (default: 16)"
+    )
+    parser.add_argument(
+        "--layers", type=at_least(1), default=5, metavar="N", help="layers of the drafter (default: 5)"
+    )
+    parser.add_argument(
+        "--variants",
+        default="",
+        metavar="A,B",
+        help=f"of {', '.join(VARIANTS)}; all by default, on a CPU {' and '.join(SLOW)}",
+    )
+    parser.add_argument(
+        "--device", default="", metavar="NAME", help="default: cuda:0 where there is one, else cpu"
+    )
+    parser.add_argument(
+        "--steps", type=at_least(1), default=20, metavar="N", help="steps timed (default: 20)"
+    )
+    parser.add_argument(
+        "--seconds",
+        type=at_least(0.0),
+        default=20.0,
+        metavar="S",
+        help="at most so long a variant, after the step at hand (default: 20)",
     )
     parser.add_argument("--profile", action="store_true", help="list the kernels of one step as well")
     parser.add_argument("--json", type=Path, metavar="FILE", help="write everything there, as it comes")
@@ -191,8 +219,8 @@ def run(args: argparse.Namespace, more: More | None = None) -> int:
     torch_device = devices.check(args.device or ("cuda:0" if torch.cuda.is_available() else "cpu"))
     device = Device(torch_device)
     variants = args.variants.split(",") if args.variants else list(VARIANTS)
-    if not device.cuda:
-        variants = [v for v in variants if v in ("plain", "eager")] if not args.variants else variants
+    if not (device.cuda or args.variants):
+        variants = list(SLOW)
     for variant in variants:
         if variant not in VARIANTS:
             print(f"error: no variant `{variant}`; there are {', '.join(VARIANTS)}", file=sys.stderr)

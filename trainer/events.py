@@ -17,6 +17,11 @@ def gib(size: float) -> str:
     return f"{size / 2**30:.1f} GiB" if size >= 1 << 29 else f"{size / 2**20:.1f} MiB"
 
 
+def rows(count: int) -> str:
+    """`1 row`, `2 rows`."""
+    return f"{count} row{'s' if count != 1 else ''}"
+
+
 class Events:
     """Emits events to a file (append, flushed a line at a time) and lines to a stream.
 
@@ -126,18 +131,20 @@ class Events:
 
         def told(what: dict[str, Any]) -> str:
             return (
-                f"{what['placement']} makes {what['samples_per_s']:.1f} smp/s at most, "
+                f"{what['placement']}{'' if 'colocated' in what['placement'] else ' (targets : drafters)'} makes "
+                f"{what['samples_per_s']:.1f} smp/s at most, "
                 f"{what['idle'] * 100:.0f} % of the devices' time idle"
             )
 
         line = (
-            f"Plan: a batch of {costs['rows']} rows takes a target {costs['target_ms']:.1f} ms, a drafter "
-            f"{costs['drafter_ms']:.1f} ms, an exchange {costs['exchange_ms']:.1f} ms; {told(now)}"
+            f"Plan: a batch of {rows(int(costs['rows']))} takes a target {costs['target_ms']:.1f} ms, a drafter "
+            f"{costs['drafter_ms']:.1f} ms, averaging gradients {costs['exchange_ms']:.1f} ms for each further drafter; "
+            f"{told(now)}"
         )
         if best == now:
-            line += "; no other T : D is faster"
+            line += "; nothing else would be faster with these devices"
         else:
-            line += f"; best: {told(best)}, with {best['rows_a_step']} rows a step instead of {now['rows_a_step']}"
+            line += f"; best: {told(best)}, with {rows(best['rows_a_step'])} a step instead of {now['rows_a_step']}"
         self.emit("plan", line, costs=costs, now=now, best=best)
 
     def memory(

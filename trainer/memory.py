@@ -343,9 +343,9 @@ def refuse_what_does_not_fit(plan: Plan, target: TargetSize, predictions: list[P
     )
     fixes = [f"{key} = {value}" for key, value in _fixes(plan, target, predictions)]
     advice = (
-        f"any one of these fits: {', '.join(fixes)}"
+        f"Any one of these fits: {', '.join(fixes)}"
         if fixes
-        else "no batch is small enough: put targets and drafters on devices of their own, or take a smaller drafter"
+        else "No batch is small enough: put targets and drafters on devices of their own, or take a smaller drafter"
     )
     raise ConfigError(
         f'not enough memory: {lacking}. {advice}. runtime.memory = "warn" starts the run all the same'

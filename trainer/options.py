@@ -21,6 +21,14 @@ def at_least(low: float) -> Callable[[str], Any]:
     return number
 
 
+def counts(text: str) -> list[int]:
+    """`1,2,4`: whole numbers from 1 up."""
+    try:
+        return [at_least(1)(part) for part in text.split(",")]
+    except ValueError as error:
+        raise argparse.ArgumentTypeError(f"{text!r} is not a list of whole numbers, such as 1,2,4") from error
+
+
 def add_template_argument(parser: argparse.ArgumentParser, which: str) -> None:
     """`--template-argument KEY=VALUE`, as often as you like: pairs. `which`: what they must agree with, for the help."""
     parser.add_argument(

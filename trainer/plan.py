@@ -17,9 +17,9 @@ from typing import Any
 from trainer import memory
 from trainer.config import ConfigError, load
 from trainer.data.arrangement import arrange
-from trainer.events import Events, gib
+from trainer.events import Events, gib, rows
 from trainer.memory import TargetSize
-from trainer.options import at_least
+from trainer.options import at_least, counts
 from trainer.pipeline import probe
 from trainer.pipeline.balance import Placement, best
 from trainer.pipeline.crew import Crew
@@ -29,15 +29,11 @@ from trainer.runtime.signals import Signals
 from trainer.train import Run
 
 
-def _counts(text: str) -> list[int]:
-    return [at_least(1)(part) for part in text.split(",")]
-
-
 def add_arguments(parser: argparse.ArgumentParser) -> None:
     parser.add_argument("--config", required=True, type=Path, metavar="F", help="the run's TOML file")
     parser.add_argument(
         "--batch",
-        type=_counts,
+        type=counts,
         default=[],
         metavar="N,N",
         help="rows a batch to try; train.batch_size by default",
@@ -62,8 +58,8 @@ def run(args: argparse.Namespace) -> int:
         here = probe.pool(config.devices)
         names = _like(here[0], args.devices) if args.devices else here
         report: dict[str, Any] = {"devices": names, "batches": []}
-        for rows in args.batch or [config.train.batch_size]:
-            train = dataclasses.replace(base.config.train, batch_size=rows)
+        for count in args.batch or [config.train.batch_size]:
+            train = dataclasses.replace(base.config.train, batch_size=count)
             changed = dataclasses.replace(base.config, train=train)
             batches = arrange(base.dataset, changed).plan
             plan = dataclasses.replace(base, config=changed, batches=batches)
@@ -83,7 +79,7 @@ def _batch(
     plan: Plan, size: TargetSize, load_target: probe.KeptTargets, here: list[str], names: list[str]
 ) -> dict[str, Any]:
     """Measure one size of batch, and print what each way to share out `names` makes of it."""
-    rows = plan.config.train.batch_size
+    count = plan.config.train.batch_size
     room = {str(p.device): p.free for p in memory.predict(plan.on(_all(here)), size, memory.shapes_of(plan))}
 
     def free(device: Any) -> int | None:  # a device that is not there has what the first has
@@ -92,13 +88,13 @@ def _batch(
     possible = probe.fitting(plan, size, here, free=free)
     ways = probe.fitting(plan, size, names, free=free)
     if not possible or not ways:
-        print(f"batch of {rows} rows: does not fit, whatever has which device", flush=True)
-        return {"rows": rows, "ways": []}
+        print(f"batch of {rows(count)}: does not fit, in any topology", flush=True)
+        return {"rows": count, "ways": []}
     costs = probe.measure(plan, load_target, possible[0])
     fastest = best(ways, costs)
     print(
-        f"batch of {rows} rows: target {costs.target_ms:.2f} ms, drafter {costs.drafter_ms:.2f} ms, exchange "
-        f"{costs.exchange_ms:.2f} ms for each further drafter",
+        f"batch of {rows(count)}: target {costs.target_ms:.2f} ms, drafter {costs.drafter_ms:.2f} ms, averaging "
+        f"gradients {costs.exchange_ms:.2f} ms for each further drafter",
         flush=True,
     )
     told = []
@@ -108,10 +104,10 @@ def _batch(
         told.append(entry)
         print(
             f"  {entry['placement']:<14} {entry['samples_per_s']:>9.1f} smp/s  {entry['idle'] * 100:>3.0f} % idle  "
-            f"{entry['rows_a_step']:>5} rows a step  {gib(most):>10}{'  best' if entry['best'] else ''}",
+            f"{rows(entry['rows_a_step']):>9} a step  {gib(most):>10} at most a device{'  best' if entry['best'] else ''}",
             flush=True,
         )
-    return {"rows": rows, "costs": dataclasses.asdict(costs), "ways": told}
+    return {"rows": count, "costs": dataclasses.asdict(costs), "ways": told}
 
 
 def _all(names: list[str]) -> Placement:
@@ -126,5 +122,5 @@ def _conclude(report: dict[str, Any]) -> None:
         raise ConfigError(
             "no batch fits: lower train.anchors or data.max_length, or take fewer drafter layers"
         )
-    rate, rows, way = max(found, key=lambda entry: entry[0])
-    print(f"fastest: {way['placement']} with batches of {rows} rows, {rate:.1f} smp/s")
+    rate, count, way = max(found, key=lambda entry: entry[0])
+    print(f"fastest: {way['placement']} with batches of {rows(count)}, {rate:.1f} smp/s")

@@ -381,7 +381,7 @@ def _topology(config: Config, nodes: Nodes) -> str:
         names = config.devices.drafters
         return f"{len(names)} colocated on {' '.join(dict.fromkeys(names))}{place}"
     if config.devices.topology == "auto":
-        return f"to be decided for {' '.join(probe.pool(config.devices))}"
+        return f"topology auto on {' '.join(probe.pool(config.devices))}"
     sides = (("target", config.devices.targets), ("drafter", config.devices.drafters))
     return (
         ", ".join(

@@ -287,7 +287,7 @@ def test_what_does_not_fit_is_refused_with_what_would(free: dict[str, float]) ->
             made = memory.shapes_of(plan, **{name: int(value) + more})
             assert memory.predict(plan, size, made)[0].fits == (more == 0), key
     free["GiB"] = 20.0
-    with pytest.raises(ConfigError, match="no batch is small enough"):
+    with pytest.raises(ConfigError, match="No batch is small enough"):
         memory.refuse_what_does_not_fit(plan, size, memory.predict(plan, size, memory.shapes_of(plan)))
 
 

@@ -4,7 +4,7 @@ import argparse
 
 import pytest
 
-from trainer.options import add_template_argument, at_least
+from trainer.options import add_template_argument, at_least, counts
 
 
 @pytest.mark.parametrize(
@@ -32,3 +32,13 @@ def test_template_arguments_are_json_where_they_can_be():
     for wrong in ("a", "=1", "a b=1", "1a=1"):
         with pytest.raises(SystemExit):
             parser.parse_args(["--template-argument", wrong])
+
+
+def test_counts_are_a_list_of_whole_numbers_from_one_up():
+    assert counts("1") == [1]
+    assert counts("4,1,2") == [4, 1, 2]
+    for text in ("x", "1,", "", "1.5", "2;3"):
+        with pytest.raises(argparse.ArgumentTypeError, match="is not a list of whole numbers, such as 1,2,4"):
+            counts(text)
+    with pytest.raises(argparse.ArgumentTypeError, match="0 is not a number from 1 up"):
+        counts("1,0")

@@ -193,12 +193,14 @@ class Target:
         if not self.by_layer or capability < (8, 9):
             raise ModelError(
                 f"runtime.fp8_target needs a GPU of compute capability 8.9 or newer and a {'/'.join(sorted(PLAIN_DECODERS))} "
-                f"model with full attention; this is a {self.config.model_type} model on {self.device}"
+                f"model with full attention; this is a {self.config.model_type} model on {self.device}. "
+                "Leave it out, or set it to false"
             )
         odd = {size for layer in self.plain_layers for size in layer.widths if size % 16}
         if odd:
             raise ModelError(
-                f"runtime.fp8_target needs matrices whose sides are multiples of 16; the target has {sorted(odd)}"
+                f"runtime.fp8_target needs matrices whose sides are multiples of 16; the target has {sorted(odd)}. "
+                "Leave it out, or set it to false"
             )
         self.plain_layers = [layer.in_fp8() for layer in self.plain_layers]
 

@@ -27,7 +27,9 @@ def wanted(runtime: RuntimeConfig, device: torch.device) -> bool:
     if runtime.cuda_graphs == "off":
         return False
     if device.type != "cuda":
-        raise ConfigError(f'runtime.cuda_graphs: "explicit" needs CUDA devices, and a worker is on {device}')
+        raise ConfigError(
+            f'`runtime.cuda_graphs` = "explicit" needs CUDA devices, and a worker is on {device}; take auto or off'
+        )
     return True
 
 

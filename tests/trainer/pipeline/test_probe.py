@@ -80,7 +80,7 @@ def test_auto_takes_the_best_of_what_was_measured(
     _costs(monkeypatch, *costs)
     assert _run(tmp_path, parts, "run", devices=AUTO, train={"steps": 2}) == 0
     run = tmp_path / "run"
-    assert events(run, "start")[0]["topology"] == "to be decided for cpu:0 cpu:1 cpu:2 cpu:3"
+    assert events(run, "start")[0]["topology"] == "topology auto on cpu:0 cpu:1 cpu:2 cpu:3"
     assert events(run, "measuring")[0]["devices"] == four
     (plan,) = events(run, "plan")
     assert plan["now"]["placement"] == plan["best"]["placement"] == want
@@ -166,8 +166,8 @@ def test_a_run_says_what_its_topology_wastes(
     assert plan["best"] == {"placement": "4 colocated", "samples_per_s": 200.0, "idle": 0.0, "rows_a_step": 8}
     line = next(line for line in capsys.readouterr().out.splitlines() if line.startswith("Plan: "))
     assert line == (
-        "Plan: a batch of 2 rows takes a target 10.0 ms, a drafter 30.0 ms, an exchange 0.0 ms; "
-        "3 : 1 makes 66.7 smp/s at most, 67 % of the devices' time idle; "
+        "Plan: a batch of 2 rows takes a target 10.0 ms, a drafter 30.0 ms, averaging gradients 0.0 ms for each further drafter; "
+        "3 : 1 (targets : drafters) makes 66.7 smp/s at most, 67 % of the devices' time idle; "
         "best: 4 colocated makes 200.0 smp/s at most, 0 % of the devices' time idle, with 8 rows a step instead of 2"
     )
 
