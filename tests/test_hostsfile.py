@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import itertools
 import subprocess
 import sys
 from pathlib import Path
@@ -62,6 +63,17 @@ def test_the_example_is_valid() -> None:
     assert host.environment["HF_HUB_OFFLINE"] == "1"
     assert not hosts.get("pve1").trainable
     assert [h.name for h in hosts] == ["pve1", "ct200", "local"]
+
+
+def test_the_examples_machine_without_proxmox_is_a_host_for_runs(tmp_path: Path) -> None:
+    lines = (ROOT / "hosts.example.toml").read_text().splitlines()
+    begin = lines.index("# [hosts.box1]")
+    block = itertools.takewhile(lambda line: line != "#", lines[begin:])
+    hosts = hostsfile.parse("\n".join(line[2:] for line in block), tmp_path / "hosts.toml", {})
+    box = hosts.get("box1")
+    assert isinstance(box, SshHost)
+    assert box.trainable
+    assert box.devices == Devices(("cuda:0",), ("cuda:1",))
 
 
 def test_the_examples_commented_keys_are_valid(tmp_path: Path) -> None:

@@ -176,6 +176,12 @@ def load(path: Path) -> Config:
     return parse(raw, str(path))
 
 
+def names_devices(path: Path) -> bool:
+    """Whether a file that `load` has taken lists targets or drafters itself."""
+    section = tomllib.loads(path.read_text("utf-8")).get("devices")
+    return isinstance(section, dict) and bool({"targets", "drafters"} & section.keys())
+
+
 def parse(raw: dict[str, Any], source: str = "config") -> Config:
     """Build a Config from parsed TOML. Raises ConfigError."""
     if raw.get("devices") == "auto":

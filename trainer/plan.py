@@ -15,7 +15,7 @@ from pathlib import Path
 from typing import Any
 
 from trainer import memory
-from trainer.config import ConfigError, load
+from trainer.config import ConfigError, DevicesConfig, load, names_devices
 from trainer.data.arrangement import arrange
 from trainer.events import Events, gib, rows
 from trainer.memory import TargetSize
@@ -55,8 +55,9 @@ def run(args: argparse.Namespace) -> int:
         config = load(args.config)
         config = dataclasses.replace(config, devices=placed(config.devices))
         base, size, load_target = job.inputs(config)
-        here = probe.pool(config.devices)
+        here = here_for(args.config, config.devices)
         names = _like(here[0], args.devices) if args.devices else here
+        print(f"Planning for {', '.join(names)}", flush=True)
         report: dict[str, Any] = {"devices": names, "batches": []}
         for count in args.batch or [config.train.batch_size]:
             train = dataclasses.replace(base.config.train, batch_size=count)
@@ -68,6 +69,13 @@ def run(args: argparse.Namespace) -> int:
                 args.json.write_text(json.dumps(report, indent=1) + "\n", "utf-8")
         _conclude(report)
     return 0
+
+
+def here_for(path: Path, devices: DevicesConfig) -> list[str]:
+    """The devices to plan for. Where the file names none, dflashctl takes those of hosts.toml, which is not read here: all
+    CUDA devices then, the CPU only where there is none. Raises ConfigError for a name that is no device here.
+    """
+    return probe.pool(devices if names_devices(path) else DevicesConfig(targets=(), drafters=()))
 
 
 def _like(name: str, count: int) -> list[str]:

@@ -6,11 +6,14 @@ import json
 from pathlib import Path
 
 import pytest
+import torch
 
 from tests.trainer.pipeline.runs import make_dataset, make_target, write_config
 from trainer import memory
 from trainer.__main__ import main
+from trainer.config import load
 from trainer.pipeline.balance import Costs, Placement
+from trainer.plan import here_for
 
 
 @pytest.fixture(scope="module")
@@ -57,3 +60,23 @@ def test_what_fits_nowhere_is_said(
     out, err = capsys.readouterr()
     assert "batch of 2 rows: does not fit" in out
     assert err.startswith("error: no batch fits")
+
+
+@pytest.mark.parametrize(
+    ("text", "gpus", "here"),
+    [
+        ("", 3, ["cuda:0", "cuda:1", "cuda:2"]),
+        ("devices = 'auto'", 2, ["cuda:0", "cuda:1"]),
+        ("[devices]\ntopology = 'colocated'", 2, ["cuda:0", "cuda:1"]),
+        ("[devices]\ntargets = ['cuda:1']\ndrafters = ['cuda:0']", 2, ["cuda:1", "cuda:0"]),
+        ("[devices]\ntargets = ['cpu']", 2, ["cpu"]),
+        ("", 0, ["cpu"]),
+    ],
+)
+def test_where_the_file_names_no_devices_all_gpus_are_planned_for(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch, text: str, gpus: int, here: list[str]
+) -> None:
+    monkeypatch.setattr(torch.cuda, "is_available", lambda: gpus > 0)
+    monkeypatch.setattr(torch.cuda, "device_count", lambda: gpus)
+    (tmp_path / "c.toml").write_text(text)
+    assert here_for(tmp_path / "c.toml", load(tmp_path / "c.toml").devices) == here
