@@ -207,42 +207,41 @@ def read_prompts(
     """
     prompts: list[list[int]] = []
     try:
-        lines = path.read_bytes().splitlines()
+        with path.open("rb") as lines:
+            for number, line in enumerate(lines, 1):
+                if count and len(prompts) == count:
+                    break
+                if line.strip():
+                    prompts.append(_prompt(line, f"{path}:{number}", tokenizer, arguments or {}))
     except OSError as error:
         raise PromptError(f"{path}: can't be read: {error}") from error
-    for number, line in enumerate(lines, 1):
-        if count and len(prompts) == count:
-            break
-        if line.strip():
-            try:
-                prompts.append(_prompt(line, tokenizer, arguments or {}))
-            except RowError as error:
-                raise PromptError(f"{path}:{number}: {error}") from error
     if not prompts:
         raise PromptError(f"{path}: no prompts in it")
     return prompts
 
 
-def _prompt(line: bytes, tokenizer: Any, arguments: Mapping[str, Any]) -> list[int]:
-    """Token ids of one row. Raises RowError."""
+def _prompt(line: bytes, where: str, tokenizer: Any, arguments: Mapping[str, Any]) -> list[int]:
+    """Token ids of one row. Raises PromptError."""
     from jinja2 import TemplateError
 
-    row = parse_object(line)
-    text = row.get("prompt")
-    if tokenizer.chat_template:
-        try:
+    try:
+        row = parse_object(line)
+        text = row.get("prompt")
+        if tokenizer.chat_template:
             text = tokenizer.apply_chat_template(
                 _messages(row), add_generation_prompt=True, tokenize=False, **arguments
             )
-        except TemplateError as error:
-            raise RowError("template", f"the chat template refuses the row: {error}") from error
-        ids = tokenizer(text, add_special_tokens=False).input_ids
-    elif isinstance(text, str):
-        ids = tokenizer(text).input_ids
-    else:
-        raise RowError("no template", "a chat, and the target's tokenizer has no template")
+            ids = tokenizer(text, add_special_tokens=False).input_ids
+        elif isinstance(text, str):
+            ids = tokenizer(text).input_ids
+        else:
+            raise PromptError(f"{where}: a chat, and the target's tokenizer has no template")
+    except RowError as error:
+        raise PromptError(f"{where}: {error}") from error
+    except TemplateError as error:
+        raise PromptError(f"{where}: the chat template refuses the row: {error}") from error
     if not ids:
-        raise RowError("no prompt", "it has no token")
+        raise PromptError(f"{where}: an empty prompt")
     return ids
 
 

@@ -397,7 +397,9 @@ def test_bad_rows_are_named(tmp_path: Path, row: Any, message: str) -> None:
 def test_what_the_template_refuses_is_named(tmp_path: Path) -> None:
     words = tokenizer()
     words.chat_template = "{{ raise_exception('no system message') }}"
-    with pytest.raises(PromptError, match=r"p\.jsonl:1: template: .*no system message"):
+    with pytest.raises(
+        PromptError, match=r"p\.jsonl:1: the chat template refuses the row: no system message"
+    ):
         read_prompts(written(tmp_path / "p.jsonl", {"prompt": "w1"}), words)
 
 

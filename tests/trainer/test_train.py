@@ -142,12 +142,15 @@ def test_the_number_of_targets_changes_nothing(
             assert torch.equal(one.flat.weights, other.flat.weights)
 
 
-@pytest.mark.parametrize("drafter_count", [1, 2, 3])
+@pytest.mark.parametrize(("drafter_count", "packing"), [(1, "off"), (2, "on"), (3, "off")])
 def test_colocated_workers_train_as_split_ones_do(
-    tmp_path: Path, start: Start, drafter_count: int, trainings: list[Training]
+    tmp_path: Path, start: Start, drafter_count: int, packing: str, trainings: list[Training]
 ) -> None:
     """Bit for bit, and a run may go on in the other topology; no batch goes through a channel."""
-    sections: dict[str, Any] = {"train": {"steps": 6, "checkpoint_every": 3}}
+    sections: dict[str, Any] = {
+        "train": {"steps": 6, "checkpoint_every": 3},
+        "data": {"packing": packing},
+    }
     assert start("split", 2, drafter_count, **sections) == 0
     assert start("both", 1, drafter_count, devices={"topology": "colocated"}, **sections) == 0
     split, both = tmp_path / "runs/split", tmp_path / "runs/both"
@@ -163,6 +166,8 @@ def test_colocated_workers_train_as_split_ones_do(
     (both / "checkpoints/step-00000006").rename(tmp_path / "kept")
     assert start("on", 2, drafter_count, resume="both", **sections) == 0
     assert _losses(tmp_path / "runs/on") == _losses(split)[3:]
+    assert trainings[-1].start.updates == 3
+    assert not trainings[-1].start.state, "what replicas have taken over is given up"
 
 
 def test_drafters_average_their_gradients(tmp_path: Path, start: Start, trainings: list[Training]) -> None:

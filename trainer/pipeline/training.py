@@ -77,6 +77,7 @@ class Training:
                 self.crew.add(worker)
             self.drafters.append(worker)
             self.crew.wait(functools.partial(_is_ready, worker))
+        self.start.state.clear()  # all have taken it over: of a resumed run, 12 bytes of host memory a weight
 
     def train(self) -> None:
         """Let all go, until the last step is done and saved."""
@@ -109,8 +110,8 @@ class Training:
         every = (*self.plan.drafter_devices, *self.plan.target_devices)
         other = next((device for device in every if device != here.torch), here.torch)
         gradients = first.flat.gradients
-        part = gradients[:PART].to(other)
         with here.entered():
+            part = gradients[:PART].to(other)
             total = part.to(here.torch, torch.float32)
             took = here.milliseconds(lambda: total.add_(here.fetch(part, here.mark())))
         return took * len(gradients) / len(part)
