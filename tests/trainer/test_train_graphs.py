@@ -13,6 +13,7 @@ from tests.trainer.pipeline.runs import arguments, events, make_dataset, make_ta
 from trainer import checkpoint, train
 from trainer.pipeline.training import Training
 from trainer.runtime import graphs
+from trainer.runtime.devices import Device, Mark
 
 
 class _Again:
@@ -118,3 +119,31 @@ def test_two_targets_and_two_drafters_on_one_gpu(
     print(f"losses {losses['off'][0]:.4f} -> {losses['off'][-1]:.4f}, largest difference {difference:.3g}")
     assert sum(losses["off"][-20:]) < sum(losses["off"][:20])
     assert losses["explicit"] == pytest.approx(losses["off"], rel=1e-2)
+
+
+@pytest.mark.gpu
+@pytest.mark.skipif(not torch.cuda.is_available(), reason="needs a CUDA device")
+@pytest.mark.parametrize("packing", ["off", "on"])
+def test_what_goes_from_the_host_to_a_gpu_is_page_locked(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch, packing: str
+) -> None:
+    """A copy from other memory would wait for all that its stream has to do before."""
+    seen: list[bool] = []
+    fetch = Device.fetch
+
+    def watched(self: Device, source: torch.Tensor, mark: Mark) -> torch.Tensor:
+        if not source.is_cuda:
+            seen.append(source.is_pinned() and source.is_contiguous())
+        return fetch(self, source, mark)
+
+    monkeypatch.setattr(Device, "fetch", watched)
+    parts = make_target(tmp_path / "target", head_dim=16), make_dataset(tmp_path / "data")
+    sections: dict[str, Any] = {
+        "devices": {"targets": ["cuda:0"], "drafters": ["cuda:0"], "topology": "colocated"},
+        "train": {"steps": 3, "anchors": 80},
+        "runtime": {"compile": "off"},
+        "data": {"packing": packing},
+    }
+    _run(tmp_path, "run", parts, **sections)
+    assert seen
+    assert all(seen)

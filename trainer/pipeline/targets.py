@@ -43,13 +43,17 @@ class Delivery(NamedTuple):
     mark: Mark
 
 
-def with_labels(prepared: Prepared, count: int, block_size: int) -> DrafterBatch:
-    """Anchors and labels of a batch on the host, its features still missing (an empty tensor)."""
+def with_labels(prepared: Prepared, count: int, block_size: int, pin: bool = False) -> DrafterBatch:
+    """Anchors and labels of a batch on the host, its features still missing (an empty tensor).
+
+    Args:
+        pin: put them in page-locked memory; a copy to CUDA from any other waits for what its stream has to do before.
+    """
     ids = prepared.batch.input_ids
     anchors = prepared.anchors.anchors[:, :count]  # the valid ones come first
     position = anchors[..., None] + torch.arange(1, block_size)
     position = position.clamp(max=ids.shape[1] - 1).flatten(1)  # beyond the end: not valid, any token will do
-    return DrafterBatch(
+    host = DrafterBatch(
         features=torch.empty(0),
         tokens=ids.gather(1, anchors),
         anchors=anchors,
@@ -59,6 +63,9 @@ def with_labels(prepared: Prepared, count: int, block_size: int) -> DrafterBatch
         labels=ids.gather(1, position).view(*anchors.shape, block_size - 1),
         labels_valid=prepared.anchors.labels_valid[:, :count],
     )
+    if pin:
+        host = DrafterBatch(host.features, *(tensor.contiguous().pin_memory() for tensor in host[1:]))
+    return host
 
 
 class Feed(Protocol):
@@ -197,7 +204,8 @@ class Producer:
         if self.captured and view is not self.device:
             features = features.clone()  # the drafter reads it while the next batch is computed
         done = self.device.mark()
-        host = with_labels(prepared, plan.anchors(batch.input_ids.shape[1]), plan.shape.block_size)
+        count = plan.anchors(batch.input_ids.shape[1])
+        host = with_labels(prepared, count, plan.shape.block_size, pin=view.cuda)
         with view.entered():
             there = [view.fetch(tensor, done) for tensor in host[1:]]
             features = view.fetch(features, done).to(plan.dtype(view.torch))
