@@ -29,15 +29,24 @@ def behind_stall(s: Snapshot) -> Diagnosis | None:
     return None if hangs or found.root is None else found
 
 
+def in_passing(s: Snapshot) -> Diagnosis | None:
+    """What the log of a run that goes on shows to be wrong, where it is followed: a dead thread, a loss that is not finite."""
+    if s.reader is None or not s.alive:
+        return None
+    found = examine(s, s.facts())
+    return found if found.verdict == "degraded" and found.root is not None else None
+
+
 def examine(s: Snapshot, facts: Mapping[str, Any], signatures: Path | None = None) -> Diagnosis:
     """What the engine makes of the log, the kernel's lines and the facts, with those about GPUs.
 
     Raises ConfigError where `signatures` (a file of the user's own) is not valid.
     """
+    followed = s.reader if signatures is None else None
     lines = (line.encode("utf-8", "replace") for line in s.log.lines)
     kernel = [line.encode("utf-8", "replace") for line in s.kernel]
     return diagnose(
-        lines,
+        followed or lines,
         {**s.gpu_facts(), **facts},
         first_line=s.log.first_line or 1,
         signatures=signatures,

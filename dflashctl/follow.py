@@ -124,6 +124,14 @@ class _Lines:
             yield Line(data.strip(b"\r"), "", data)
 
 
+def pauses(jitter: Callable[[], float] = random.random) -> Iterator[float]:
+    """Seconds before each further attempt to reconnect: 1 to 30, doubled each time, with jitter. Endless."""
+    delay = FIRST_DELAY
+    while True:
+        yield min(LAST_DELAY, max(FIRST_DELAY, delay * (0.5 + jitter())))
+        delay = min(LAST_DELAY, delay * 2)
+
+
 def follow(
     open_session: Callable[[], Session],
     run_id: str | None,
@@ -154,8 +162,8 @@ def follow(
         if value is not None
     }
     inode: int | None = None
-    delay = 0.0
-    reached = False
+    waits = pauses(jitter)
+    reached = broken = False
     while True:
         session = open_session()
         try:
@@ -164,10 +172,10 @@ def follow(
                     run_id = session.call("snapshot", log_lines=0, want_gpu=False)["run_id"]
                 for item in session.stream("follow", run_id=run_id, wait=wait, **where):
                     if "at" in item:
-                        if reached and delay:
+                        if broken:
                             yield Notice("reconnected", f"connected again to {session.transport.label}")
                         lines.restart(item["at"])
-                        inode, reached, delay = item["inode"], True, 0.0
+                        inode, reached, broken, waits = item["inode"], True, False, pauses(jitter)
                     elif "data" in item:
                         yield from lines.take(base64.b64decode(item["data"]))
                     elif "truncated" in item:
@@ -191,7 +199,6 @@ def follow(
         except (UnreachableError, ContainerError) as error:
             if not reached or isinstance(error, HostKeyError):
                 raise
-            delay = min(LAST_DELAY, max(FIRST_DELAY, delay * 2))
-            pause = min(LAST_DELAY, max(FIRST_DELAY, delay * (0.5 + jitter())))
+            broken, pause = True, next(waits)
             yield Notice("disconnected", f"{error.message}; trying again in {pause:.0f} s")
             sleep(pause)

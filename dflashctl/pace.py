@@ -11,6 +11,8 @@ from dflashctl.snapshot import Snapshot, Step, finite
 STALL_FLOOR = 60.0
 STALL_STEPS = 10.0
 STALL_INTERVALS = 3.0
+SLOWED = 2.0
+"""Times its own median from which on a step's time is told."""
 
 
 def stall_limit(s: Snapshot) -> float:
@@ -39,6 +41,18 @@ def patience(s: Snapshot) -> float:
     facts = s.gpu_facts()
     busy = gpus.working(facts.get("gpu_util_pct"), facts.get("gpu_power_w"))
     return gpus.WORK_FACTOR if busy else 1.0
+
+
+def slowed(s: Snapshot) -> tuple[float, float] | None:
+    """(seconds a step takes, seconds it took) where the last reports are twice as slow as those before them.
+
+    Medians of the last 5 and of at least 15 before: rows of other lengths alone don't double a report's mean.
+    """
+    times = [x.step_s for x in s.events.steps if x.step_s is not None and x.step_s > 0]
+    if len(times) < 20:
+        return None
+    now, before = statistics.median(times[-5:]), statistics.median(times[:-5])
+    return (now, before) if now >= SLOWED * before else None
 
 
 def remaining(step: Step) -> float | None:

@@ -9,9 +9,12 @@ from __future__ import annotations
 import math
 from collections.abc import Mapping
 from dataclasses import dataclass, field
-from typing import Any
+from typing import TYPE_CHECKING, Any
 
 from dflashctl.config import WARMUP
+
+if TYPE_CHECKING:
+    from dflashctl.diagnose.reader import Reader
 
 PHASES = (
     "start",
@@ -193,6 +196,7 @@ class Log:
     mtime: float | None = None
     lines: tuple[str, ...] = ()
     first_line: int | None = None  # 1-based number of lines[0] in the file, where known
+    begun: int | None = None  # byte that line 1 begins at, where the log is too long for its lines to be numbered
     unread: str = ""
 
     @classmethod
@@ -229,6 +233,7 @@ class Snapshot:
     gpus_unread: str = ""
     disk: Mapping[str, Any] = field(default_factory=dict)
     kernel: tuple[str, ...] = ()  # lines of the host's kernel log that concern the run, where they were read
+    reader: Reader | None = field(default=None, repr=False, compare=False)  # of the log, where it is followed
     raw: Mapping[str, Any] = field(default_factory=dict, repr=False)
 
     @classmethod

@@ -15,8 +15,8 @@ from dflashctl.diagnose import Diagnosis
 from dflashctl.diagnose.gpus import BUSY_UTIL_PCT, SPINNING_W, numbers
 from dflashctl.diagnose.model import STOPPED_BY_US
 from dflashctl.errors import ExitCode
-from dflashctl.failure import behind_stall, culprit, explain
-from dflashctl.pace import STALL_FLOOR, patience, read_rate, remaining, stall_limit
+from dflashctl.failure import behind_stall, culprit, explain, in_passing
+from dflashctl.pace import STALL_FLOOR, patience, read_rate, remaining, slowed, stall_limit
 from dflashctl.phases import PHASE_WORDS, Rung, doing, ladder, last_event, phase_of, progress
 from dflashctl.recovery import again, mended
 from dflashctl.snapshot import Snapshot, State, Step, finite, text, whole
@@ -43,6 +43,9 @@ EXIT_CODES = {
     "failed": ExitCode.FAILED,
     "lost": ExitCode.FAILED,
 }
+
+ENDED = ("finished", "stopped", "failed", "lost")
+"""States after which nothing more is to come."""
 
 
 @dataclass(frozen=True)
@@ -89,14 +92,22 @@ def judge(snapshot: Snapshot | Mapping[str, Any], previous: Snapshot | None = No
     if verdict.state == "stalled" and verdict.diagnosis is None:
         verdict = replace(verdict, diagnosis=behind_stall(s))
     if verdict.diagnosis is not None and verdict.diagnosis.root is not None and s.log.first_line is None:
-        counted = f"the log is too long to be numbered: its lines are counted from the last {count(len(s.log.lines))} on"
-        verdict = replace(verdict, notes=(*verdict.notes, counted))
+        verdict = replace(verdict, notes=(*verdict.notes, _counted(f"the last {count(len(s.log.lines))}")))
+    elif verdict.diagnosis is not None and s.log.begun is not None:
+        verdict = replace(verdict, notes=(*verdict.notes, _counted(f"byte {count(s.log.begun)}")))
+    if verdict.state in ("warming", "training", "evaluating") and (seen := in_passing(s)):
+        told = f"the log shows more: {seen.title} (run.log:{seen.root.line if seen.root else '?'})"
+        verdict = replace(verdict, notes=(*verdict.notes, told))
     return replace(
         verdict,
         ladder=ladder(s),
         step=s.events.steps[-1] if s.events.steps else None,
         notes=(*verdict.notes, *_notes(s, now, verdict.state)),
     )
+
+
+def _counted(start: str) -> str:
+    return f"the log is too long to be numbered: its lines are counted from {start} on"
 
 
 def _verdict(state: str, phase: str, reason: str, **more: Any) -> Verdict:
@@ -416,6 +427,9 @@ def _notes(s: Snapshot, now: float, state: str) -> tuple[str, ...]:
         notes.append(f"memory kills in the container since launch: {record.oom_kills}")
     if state == "lost" and (kills := whole(s.cgroup.get("oom_kills"))):
         notes.append(f"memory kills that the container counts: {kills}")
+    if state == "training" and (pace := slowed(s)):
+        now_takes, took = map(duration, pace)
+        notes.append(f"slower than before: a step takes {now_takes}, it took {took}")
     old = s.events.newest("nonfinite")
     if old and state == "training":
         notes.append(f"not-finite values were seen earlier, last at step {whole(old.get('step'))}")

@@ -8,7 +8,7 @@ from typing import NoReturn
 
 import typer
 
-from dflashctl.cli import diagnose, launch, logs, ls, status, stop
+from dflashctl.cli import diagnose, launch, logs, ls, status, stop, watch
 from dflashctl.errors import DflashError, ExitCode
 
 HELP = """Train DFlash drafters on your own GPUs: launch, watch and diagnose runs.
@@ -32,6 +32,7 @@ app = typer.Typer(
 )
 app.command("launch", short_help="Start a run, detached.")(launch.launch)
 app.command("status", short_help="Say whether a run lives, and what to do next.")(status.status)
+app.command("watch", short_help="Keep a run's status in sight until it ends.")(watch.watch)
 app.command("logs", short_help="Print or follow a run's log.")(logs.logs)
 app.command("stop", short_help="Stop a run; it saves a checkpoint first.")(stop.stop)
 app.command("ls", short_help="List the runs of all hosts.")(ls.ls)

@@ -3,6 +3,7 @@ line is looked at once per shape, and only lines that could mean something are h
 
 from __future__ import annotations
 
+import copy
 import re
 from functools import lru_cache
 from itertools import repeat
@@ -72,6 +73,13 @@ class Reader:
             self._carry = b""
             self._number -= 1
         self._number += data.count(b"\n")
+
+    def so_far(self) -> Scanner:
+        """What `close` would return if the log ended here; the reader itself goes on."""
+        twin = copy.copy(self)
+        # the signatures never change, and are shared
+        twin.scanner = copy.deepcopy(self.scanner, {id(self._signatures): self._signatures})
+        return twin.close()
 
     def close(self) -> Scanner:
         """The end of the log; the scanner has seen everything."""

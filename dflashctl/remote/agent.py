@@ -164,10 +164,12 @@ class Agent:
         folder = store.find_run(workspace, run_id)
         return {"run_id": os.path.basename(folder), **control.stop(folder, grace, self.sleep)}
 
-    def do_snapshot(self, workspace, run_id=None, log_lines=20, want_gpu=True):
+    def do_snapshot(
+        self, workspace, run_id=None, log_lines=20, want_gpu=True, log_since=None, gpu_fresh=None
+    ):
         known = store.run_ids(workspace)
         run = self.probe_of(workspace, run_id)
-        facts = run.read(log_lines)
+        facts = run.read(log_lines, log_since)
         pid = facts["process"].get("pid") if facts["process"].get("trainer_alive") else None
         return {
             "now": time.time(),
@@ -176,7 +178,7 @@ class Agent:
             "runs_known": len(known),
             **facts,
             "cgroup": probe.cgroup(pid or "self"),
-            "gpus": self.gpus.part() if want_gpu else {"unread": "not asked"},
+            "gpus": self.gpus.part(fresh=gpu_fresh) if want_gpu else {"unread": "not asked"},
             "disk": probe.disk(run.folder),
         }
 

@@ -3,6 +3,7 @@
 Standard library only, Python >= 3.9.
 """
 
+import base64
 import collections
 import json
 import os
@@ -24,6 +25,9 @@ EVENT_LIMIT = 64 * 1024
 STEPS_KEPT = 50
 REPEATED = ("target_loading", "target_ready", "drafter_ready", "evaluating", "evaluation", "failed")
 """Events of which all are kept (the last 64); of the others the last one."""
+
+NEWS_LIMIT = 1024 * 1024
+"""Bytes of log in one answer to a question for what is new."""
 
 NUMBERED = 64 * 1024 * 1024
 """Logs up to this size have their lines numbered."""
@@ -123,6 +127,35 @@ def log_tail(path, lines, counter=None):
             before = (counter or LineCounter()).before(fd, info.st_ino, start)
             part["first_line"] = before + 1 + max(0, len(texts) - lines)
         return part
+    except OSError as error:
+        return {"path": path, "unread": str(error.strerror)}
+    finally:
+        os.close(fd)
+
+
+def log_news(path, lines, since, counter):
+    """The `log` part of a snapshot that is one of many: only what was written since the last, as base64 in `data`.
+
+    since: {inode, offset} of the first byte not had yet. Without it, in another file, or further behind than anybody
+    wants to catch up, it begins anew with the last `lines` lines. `at`: where `data` begins; `first_line`: that
+    line's number, where it begins anew. At most NEWS_LIMIT bytes: there is more where at + len(data) < size.
+    """
+    try:
+        fd = supervisor.open_regular(path)
+    except FileNotFoundError:
+        return {"path": path, "unread": "there is no log yet"}
+    except OSError as error:
+        return {"path": path, "unread": str(error.strerror)}
+    try:
+        info = os.fstat(fd)
+        at = since.get("offset", -1)
+        part = {"path": path, "size": info.st_size, "inode": info.st_ino, "mtime": info.st_mtime}
+        if info.st_ino != since.get("inode") or not 0 <= info.st_size - at <= TAIL_BUDGET:
+            at = max(tail_offset(fd, info.st_size, lines), info.st_size - NEWS_LIMIT)
+            if info.st_size <= NUMBERED:
+                part["first_line"] = counter.before(fd, info.st_ino, at) + 1
+        data = os.pread(fd, min(info.st_size - at, NEWS_LIMIT), at)
+        return {**part, "at": at, "data": base64.b64encode(data).decode()}
     except OSError as error:
         return {"path": path, "unread": str(error.strerror)}
     finally:

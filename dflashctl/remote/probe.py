@@ -44,11 +44,15 @@ class Gpus:
         self._read_at = 0.0
         self._asked_at = None  # monotonic start of the question now in flight
 
-    def part(self, wait=GPU_TIMEOUT + 0.5):
-        """The `gpus` part. Only the first call waits; later ones give the last answer and have it renewed behind our back."""
+    def part(self, wait=GPU_TIMEOUT + 0.5, fresh=None):
+        """The `gpus` part. Only the first call waits; later ones give the last answer and have it renewed behind our back.
+
+        fresh: seconds for which the last answer is good (GPU_FRESH).
+        """
+        fresh = GPU_FRESH if fresh is None else fresh
         with self._lock:
             now = time.monotonic()
-            if self._asked_at is None and (self._part is None or now - self._read_at > GPU_FRESH):
+            if self._asked_at is None and (self._part is None or now - self._read_at > fresh):
                 self._asked_at = now
                 threading.Thread(target=self._ask, name="nvidia-smi", daemon=True).start()
             if self._part is None:
@@ -158,12 +162,16 @@ class RunProbe:
         self.counter = journal.LineCounter()
         self.tree = ((), 0.0)
 
-    def read(self, log_lines):
-        """Manifest, state, process, log and events."""
+    def read(self, log_lines, log_since=None):
+        """Manifest, state, process, log and events. log_since: only what was written to the log since then."""
         state, process = self.read_process()
         manifest = supervisor.read_json(os.path.join(self.folder, "manifest.json"))
         part = {"manifest": manifest, "state": state, "process": process}
-        part["log"] = journal.log_tail(os.path.join(self.folder, "run.log"), log_lines, self.counter)
+        log = os.path.join(self.folder, "run.log")
+        if log_since is None:
+            part["log"] = journal.log_tail(log, log_lines, self.counter)
+        else:
+            part["log"] = journal.log_news(log, log_lines, log_since, self.counter)
         part["events"] = self.events.read()
         return part
 

@@ -14,7 +14,7 @@ from dflashctl.render.gpus import gpu_lines
 from dflashctl.render.terminal import Terminal
 from dflashctl.render.text import crop, harmless, pad, width, wrap
 from dflashctl.snapshot import Snapshot, Step, finite, text, whole
-from dflashctl.status import Verdict
+from dflashctl.status import ENDED, Verdict
 from dflashctl.words import count, duration, loss
 
 COLOURS = {
@@ -30,7 +30,6 @@ COLOURS = {
     "lost": ("bold", "red"),
 }
 INDENT = " " * 10
-ENDED = ("finished", "stopped", "failed", "lost")
 DEFAULT_LINES = 8
 FILE_PATH = re.compile(r'File "(/[^"]+)"')
 QUOTED = 5
@@ -169,7 +168,7 @@ def _log(snapshot: Snapshot, lines: int, terminal: Terminal) -> list[str]:
         return []
     age = snapshot.now - log.mtime if snapshot.now is not None and log.mtime is not None else math.nan
     said = f"last line {duration(age)} ago" if log.size and math.isfinite(age) else "no line yet"
-    if log.lines and log.first_line is not None:
+    if log.lines and log.first_line is not None and log.begun is None:
         lines_in_all = log.first_line + len(log.lines) - 1
         said += f", {count(lines_in_all)} line{'s' if lines_in_all != 1 else ''}"
     out = field("log", f"{said}   {log.path}".rstrip(), terminal)

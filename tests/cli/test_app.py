@@ -21,7 +21,7 @@ from dflashctl.errors import (
 )
 
 GOLDEN = Path(__file__).parent / "help"
-COMMANDS = ("launch", "status", "logs", "stop", "ls", "diagnose")
+COMMANDS = ("launch", "status", "watch", "logs", "stop", "ls", "diagnose")
 
 
 @pytest.mark.parametrize("command", ["", *COMMANDS])

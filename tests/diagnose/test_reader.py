@@ -46,6 +46,16 @@ def test_by_shape_as_by_line(case: report.Case, cuts: int) -> None:
     assert told(by_shape(case.log, cuts), case.facts) == told(by_line(case.log), case.facts)
 
 
+@pytest.mark.parametrize("case", CASES[::5], ids=lambda case: case.name)
+def test_asked_on_the_way_it_says_what_the_log_up_to_there_says_and_goes_on_unmoved(case: report.Case) -> None:
+    reader = Reader(Scanner(KNOWN, "log"), KNOWN)
+    size = max(1, len(case.log) // 5)
+    for at in range(0, len(case.log), size):
+        reader.feed(case.log[at : at + size])
+        assert told(reader.so_far(), case.facts) == told(by_shape(case.log[: at + size]), case.facts)
+    assert told(reader.close(), case.facts) == told(by_shape(case.log), case.facts)
+
+
 # a stall's root is the last progress, which the steps before it would be
 @pytest.mark.parametrize(
     "case", [c for c in CASES if not (c.class_ or "").startswith("hang-")][::3], ids=lambda case: case.name

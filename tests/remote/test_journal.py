@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import base64
 import json
 import os
 import time
@@ -260,3 +261,85 @@ def test_status_and_follow_of_a_large_log_through_the_agent(runner: Runner, sess
     with open(f"/proc/{session.begin['pid']}/status") as status:
         peak = next(int(line.split()[1]) for line in status if line.startswith("VmHWM"))
     assert peak < 64 * 1024  # KiB
+
+
+class Reads:
+    """What is read of a file with os.pread."""
+
+    def __init__(self, monkeypatch: pytest.MonkeyPatch) -> None:
+        self.bytes = 0
+        real = os.pread
+
+        def pread(fd: int, size: int, offset: int) -> bytes:
+            data = real(fd, size, offset)
+            self.bytes += len(data)
+            return data
+
+        monkeypatch.setattr(journal.os, "pread", pread)
+
+
+def news(path: Path, since: dict[str, int], lines: int = 3) -> tuple[dict[str, Any], bytes]:
+    part = journal.log_news(str(path), lines, since, journal.LineCounter())
+    return part, base64.b64decode(part["data"])
+
+
+def test_news_are_the_new_bytes_and_no_other_is_read(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    path = tmp_path / "run.log"
+    path.write_bytes(b"".join(b"line %d\n" % n for n in range(1, 50_001)))
+    part, data = news(path, {})
+    assert data == b"line 49998\nline 49999\nline 50000\n"
+    assert part["first_line"] == 49_998
+    reads = Reads(monkeypatch)
+    for text in (b"half a", b" line\nand\n", b""):
+        with path.open("ab") as file:
+            file.write(text)
+        part, data = news(path, {"inode": part["inode"], "offset": part["at"] + len(data)})
+        assert data == text
+        assert "first_line" not in part
+    assert reads.bytes == len(b"half a line\nand\n")
+
+
+@pytest.mark.parametrize("change", ["cut", "replaced", "far behind"])
+def test_news_begin_anew_where_the_file_is_not_what_it_was(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch, change: str
+) -> None:
+    monkeypatch.setattr(journal, "TAIL_BUDGET", 1000)
+    path = tmp_path / "run.log"
+    path.write_bytes(b"old\n" * 40)
+    part, data = news(path, {})
+    since = {"inode": part["inode"], "offset": part["at"] + len(data)}
+    if change == "cut":
+        path.write_bytes(b"a\nb\n")
+    elif change == "replaced":
+        (tmp_path / "new").write_bytes(b"old\n" * 40 + b"a\nb\n")
+        (tmp_path / "new").replace(path)
+    else:
+        path.write_bytes(b"old\n" * 400 + b"a\nb\n")
+    part, data = news(path, since, lines=2)
+    assert data == b"a\nb\n"
+    assert part["first_line"] == {"cut": 1, "replaced": 41, "far behind": 401}[change]
+
+
+def test_news_come_in_answers_of_bounded_length(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(journal, "NEWS_LIMIT", 10)
+    path = tmp_path / "run.log"
+    path.write_bytes(b"0123456789abcdefghij")
+    part, data = news(path, {})
+    assert (part["at"], data) == (10, b"abcdefghij")
+    path.write_bytes(b"0123456789abcdefghijKLMNOPQRSTUV")
+    part, data = news(path, {"inode": part["inode"], "offset": 20})
+    assert (data, part["size"]) == (b"KLMNOPQRST", 32)
+
+
+def test_a_log_too_long_to_be_numbered_has_no_line_numbers(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setattr(journal, "NUMBERED", 10)
+    (tmp_path / "run.log").write_bytes(b"a\n" * 9)
+    part, data = news(tmp_path / "run.log", {})
+    assert (data, "first_line" in part) == (b"a\na\na\n", False)
+
+
+def test_no_log_yet_is_told(tmp_path: Path) -> None:
+    part = journal.log_news(str(tmp_path / "run.log"), 3, {}, journal.LineCounter())
+    assert part["unread"] == "there is no log yet"
