@@ -239,3 +239,115 @@ def test_only_the_last_look_of_a_wait_reads_the_log(start, runner):
         list(watcher.watch(1.5, False, 5))
     assert len(asked) >= 3
     assert asked == [0] * (len(asked) - 1) + [5]
+
+
+GROWS = """
+import os, sys, time
+log = 4000 * b"an old line of the log\\n"
+os.write(1, log)
+time.sleep(60)
+"""
+
+
+def kept(watcher, **options):
+    """Looks of `keep` that wait for nothing; ends when the run does."""
+    return watcher.keep(0.05, sleep=lambda seconds: time.sleep(min(seconds, 0.1)), jitter=lambda: 0.0, **options)
+
+
+def test_a_run_in_sight_has_only_its_new_bytes_read(start, runner):
+    start("grows", GROWS)
+    log = runner.run_dir("grows") / "run.log"
+    wait_for(lambda: log.stat().st_size == 4000 * 23)
+    opened = []
+
+    def open_session():
+        opened.append(runner.session())
+        return opened[-1]
+
+    with Watcher(open_session, None) as watcher:
+        looks = kept(watcher)
+        entered = next(looks).snapshot
+        assert entered.raw["log"]["read_bytes"] == 2000 * 23  # of 92 kB, the last lines
+        assert (entered.log.first_line, len(entered.log.lines)) == (2001, 2000)
+        total = 2000 * 23
+        for text in (b"x" * 1000 + b"\n", b"", b"half a l", b"ine\n"):
+            with log.open("ab") as file:
+                file.write(text)
+            total += len(text)
+            snapshot = next(looks).snapshot
+            assert snapshot.raw["log"]["read_bytes"] == total
+        assert snapshot.log.lines[-2:] == ("x" * 1000, "half a line")
+        assert snapshot.log.first_line + len(snapshot.log.lines) - 1 == 4002
+        os.kill(opened[0].begin["pid"], signal.SIGKILL)
+        assert isinstance(next(looks), Dropped)
+        assert next(looks).snapshot.raw["log"]["read_bytes"] == total  # goes on where it was
+    assert len(opened) == 2
+
+
+@pytest.mark.parametrize(("script", "state", "code"), [("FINISHES", "finished", 0), ("CRASHES", "failed", 3)])
+def test_it_is_kept_in_sight_until_it_has_ended(start, runner, script, state, code):
+    start("run", getattr(scripts, script).replace("step(1, 10)", "step(1, 10); time.sleep(0.7)"))
+    with Watcher(runner.session, None) as watcher:
+        *before, last = kept(watcher)
+        status = watcher.look(8, None, time.monotonic()).verdict
+    assert not any(look.final for look in before)
+    assert (last.final, last.verdict.state, last.verdict.exit_code) == (True, state, code)
+    assert (last.verdict.reason, last.verdict.diagnosis) == (status.reason, status.diagnosis)
+
+
+def test_a_newer_run_does_not_take_its_place(start, runner):
+    start("old", scripts.LOADS)
+    with Watcher(runner.session, None) as watcher:
+        looks = kept(watcher)
+        assert next(looks).snapshot.run_id == "old"
+        start("new", scripts.TRAINS)
+        wait_for(lambda: (runner.run_dir("new") / "run.log").exists())
+        assert next(looks).snapshot.run_id == "old"
+
+
+def test_the_pauses_grow_while_the_host_is_away_and_it_stays_with_the_run(start, runner):
+    start("loads", scripts.LOADS)
+    opened = []
+
+    def open_session():
+        opened.append(runner.session())
+        if 1 < len(opened) < 8:
+            raise UnreachableError("no route to host")
+        return opened[-1]
+
+    pauses = []
+    with Watcher(open_session, "loads") as watcher:
+        looks = watcher.keep(0.05, sleep=pauses.append, jitter=lambda: 0.5)
+        next(looks)
+        os.kill(opened[0].begin["pid"], signal.SIGKILL)
+        items = [next(looks) for _ in range(8)]
+    assert [item.pause for item in items[:7]] == [1, 2, 4, 8, 16, 30, 30]
+    assert pauses == [0.05, *(item.pause for item in items[:7])]
+    assert items[-1].verdict.state == "warming"
+
+
+def test_what_the_log_of_a_living_run_shows_is_told_at_the_next_look(start, runner):
+    """A process that died, of which the trainer itself said nothing."""
+    start("half", scripts.TRAINS)
+    log = runner.run_dir("half") / "run.log"
+    with Watcher(runner.session, None) as watcher:
+        looks = kept(watcher)
+        assert not next(looks).verdict.notes
+        with log.open("ab") as file:
+            file.write(b"NVRM: Xid (PCI:0000:41:00): 79, pid=1234, GPU has fallen off the bus.\n")
+        line = log.read_bytes().split(b"NVRM")[0].count(b"\n") + 1
+        (note,) = next(looks).verdict.notes
+    assert note.startswith("the log shows more: ")
+    assert note.endswith(f"(run.log:{line})")
+
+
+def test_a_failure_behind_the_lines_that_were_entered_is_looked_for(start, runner):
+    """Thousands of lines after the error, before anybody looked: the end alone doesn't tell, so more is fetched."""
+    noise = "os.write(2, 5000 * b'shutting down quietly\\n'); os._exit(1)\n"
+    crash = "import traceback\ntry: inner()\nexcept KeyError: traceback.print_exc()\n" + noise
+    start("buried", scripts.CRASHES.replace("\ninner()\n", "\n" + crash))
+    runner.ended("buried")
+    with Watcher(runner.session, None) as watcher:
+        (look,) = kept(watcher)
+    assert look.verdict.state == "failed"
+    assert look.verdict.diagnosis.root.text.strip() == "KeyError: 'image_grid_thw'"

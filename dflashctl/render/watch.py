@@ -39,13 +39,13 @@ def frame(look: Look, host: str, terminal: Terminal, size: tuple[int, int], foot
     spare = room - len(shown) - len(body(1)[len(shown) : -1])
     if spare > 0 and (found is None or found.root is None):
         shown = body(spare)
-    if len(shown) > room:
+    if len(shown) > room >= 3:
         kept = min(KEPT_END, room // 3)
         left_out = len(shown) - (room - 1)
         cut = crop(f"... {left_out} lines left out: this window is too low", columns)
         shown = [*shown[: room - 1 - kept], cut, *(shown[-kept:] if kept else [])]
     foot = terminal.style(crop(harmless(footer), columns), "dim")
-    return [*shown[:rows], "", foot] if rows > 2 else shown[:rows]
+    return [*shown[:room], "", foot][:rows]
 
 
 def fold(line: str, columns: int) -> list[str]:

@@ -15,7 +15,7 @@ from typing import Any
 from dflashctl.render.terminal import Terminal
 from dflashctl.render.text import ESCAPES, width
 
-ENTER = "\x1b[?1049h\x1b[?25l\x1b[2J\x1b[H"
+ENTER = "\x1b[?1049h\x1b[?25l"
 LEAVE = "\x1b[?25h\x1b[?1049l"
 """The other screen without a cursor, and back: what stood in the terminal is kept."""
 
@@ -37,6 +37,7 @@ class Window:
         self._modes: list[Any] | None = None
         self._wake = (-1, -1)
         self._suspended = False
+        self._drawn_at = (0, 0)
 
     def __enter__(self) -> Window:
         self._wake = os.pipe()
@@ -62,11 +63,13 @@ class Window:
 
     def draw(self) -> None:
         """Draw the frame that fits the window now, in one write, each line over what stood there."""
-        columns, rows = self._size()
+        columns, rows = size = self._size()
+        wipe = "\x1b[2J" if size != self._drawn_at else ""  # terminals differ in what a resize leaves standing
+        self._drawn_at = size
         lines = self._frame((columns, rows))[:rows]
         # after a line that fills its row, "erase to the end" would take its last character
         drawn = [x + ("\x1b[K" if width(ESCAPES.sub("", x)) < columns else "") for x in lines]
-        self.terminal.write("\x1b[H" + "\r\n".join(drawn) + ("\x1b[J" if len(lines) < rows else ""))
+        self.terminal.write("\x1b[H" + wipe + "\r\n".join(drawn) + ("\r\n\x1b[J" if len(lines) < rows else ""))
 
     def pause(self, seconds: float) -> None:
         """Sleep; draw anew when the window is resized, step aside on Ctrl-Z."""
@@ -117,6 +120,7 @@ class Window:
         self._close()
         os.kill(os.getpid(), signal.SIGSTOP)
         self._open()
+        self._drawn_at = (0, 0)
 
 
 def _end(number: int, _: object) -> None:
