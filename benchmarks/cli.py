@@ -10,9 +10,11 @@ container holds a run whose log grows twenty lines a second; `nvidia-smi` there 
 from __future__ import annotations
 
 import argparse
+import io
 import json
 import os
 import platform
+import re
 import statistics
 import subprocess
 import sys
@@ -25,6 +27,10 @@ sys.path.insert(0, str(Path(__file__).parent.parent))
 
 from dflashctl import deploy
 from dflashctl.cli import reach
+from dflashctl.remote.session import Session
+from dflashctl.render import watch as views
+from dflashctl.render.terminal import Terminal
+from dflashctl.watch import Look, Watcher
 from tests.testhost import Lab, Node
 from tests.testhost.hosts import write_hosts_file
 
@@ -98,6 +104,58 @@ def further_poll(hosts: Path, rounds: int) -> dict[str, float]:
     }
 
 
+def further_look(hosts: Path, rounds: int) -> dict[str, float]:
+    """A further look of `watch`: what is new, judged and laid out; its agent's CPU time beside it."""
+    terminal = Terminal(io.StringIO())
+    place = reach.place(None, hosts, False, None)
+    sessions = []
+
+    def open_session() -> Session:
+        sessions.append(place.session())
+        return sessions[-1]
+
+    with Watcher(open_session, RUN) as watcher:
+        looks = watcher.keep(0.1, sleep=lambda _: None)
+
+        def look() -> None:
+            seen = next(looks)
+            assert isinstance(seen, Look)
+            views.frame(seen, "bench", terminal, (100, 40), "")
+
+        look()
+        time.sleep(0.3)
+        agent = outer_pid(sessions[0].begin["pid"])
+        before = cpu_seconds(agent)
+        times = []
+        for _ in range(rounds * 5):
+            times.append(seconds(look))
+            time.sleep(0.1)
+        spent = (cpu_seconds(agent) - before) / len(times)
+    return {
+        "further_look_ms": statistics.median(times) * 1e3,
+        "further_look_p95_ms": sorted(times)[int(len(times) * 0.95)] * 1e3,
+        "further_look_agent_cpu_ms": spent * 1e3,
+    }
+
+
+def outer_pid(inner: int) -> int:
+    """The pid on this machine of the agent that is `inner` in its container."""
+    for status in Path("/proc").glob("[0-9]*/status"):
+        try:
+            names = re.search(r"NSpid:\s+(\d+)\s.*\b(\d+)\n", status.read_text())
+            command = status.with_name("cmdline").read_bytes()
+        except OSError:
+            continue  # it has just ended
+        if names and int(names[2]) == inner and b"-I\0-u" in command:
+            return int(names[1])
+    raise LookupError(f"no agent is process {inner} of a container")
+
+
+def cpu_seconds(pid: int) -> float:
+    fields = Path(f"/proc/{pid}/schedstat").read_text().split()
+    return int(fields[0]) / 1e9
+
+
 def deploys(hosts: Path) -> dict[str, float]:
     """Sending the trainer's tree for the first time."""
     release = deploy.collect()
@@ -148,6 +206,7 @@ def main() -> None:
         figures |= deploys(hosts)
         figures |= status_against_ssh(node, hosts, args.rounds)
         figures |= further_poll(hosts, args.rounds)
+        figures |= further_look(hosts, args.rounds)
         figures |= follow_delay(hosts)
         command(*CLI, "stop", RUN, "--hosts", str(hosts))
     rounded = {k: round(v, 3) if isinstance(v, float) else v for k, v in figures.items()}

@@ -104,6 +104,22 @@ def test_stall_limit_allows_for_rare_step_events_and_for_saving():
     assert stall_limit(Snapshot.parse(made)) == pytest.approx(3 * 180 + 3 * 11.2)
 
 
+@pytest.mark.parametrize(
+    ("steps", "slow", "times", "told"),
+    [(50, 5, 2.0, True), (50, 5, 1.9, False), (50, 2, 9.0, False), (20, 5, 2.0, True), (19, 5, 2.0, False)],
+)
+def test_a_run_that_has_slowed_down_is_told_and_goes_on(steps, slow, times, told):
+    made = snap("training")
+    made["events"]["steps"] = made["events"]["steps"][-steps:]
+    for step in made["events"]["steps"]:
+        step["step_s"] = 1.5
+    for step in made["events"]["steps"][-slow:]:
+        step["step_s"] = 1.5 * times
+    verdict = judge(made)
+    note = f"slower than before: a step takes {1.5 * times:g} s, it took 1.5 s"
+    assert (verdict.state, verdict.notes) == ("training", (note,) if told else ())
+
+
 def test_a_checkpoint_or_an_evaluation_after_the_last_step_is_progress():
     made = snap("stalled")
     made["events"]["phases"]["checkpoint"]["t"] = made["now"] - 5

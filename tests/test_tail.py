@@ -1,6 +1,7 @@
 """A log that is followed, against the same log read as a whole."""
 
 import base64
+import itertools
 import os
 
 from hypothesis import given, settings
@@ -18,11 +19,14 @@ TRACEBACK = (
     b"KeyError: 'image_grid_thw'\n",
 )
 LINES = st.lists(
-    st.sampled_from([b"step 1/9  loss 3.0\n", b"\n", b"\r 10%|#\r 20%|##\n", b"\xff\xfe\n", *TRACEBACK]), max_size=40
+    st.sampled_from([b"step 1/9  loss 3.0\n", b"\n", b"\r 10%|#\r 20%|##\n", b"\xff\xfe\n", *TRACEBACK]),
+    max_size=40,
 )
 
 
-def answer(data: bytes, at: int, inode: int = 7, size: int | None = None, **more: object) -> dict[str, object]:
+def answer(
+    data: bytes, at: int, inode: int = 7, size: int | None = None, **more: object
+) -> dict[str, object]:
     whole = at + len(data) if size is None else size
     return {"at": at, "inode": inode, "size": whole, "data": base64.b64encode(data).decode(), **more}
 
@@ -39,7 +43,7 @@ def test_pieces_are_as_good_as_the_whole(lines, rest, cuts, kept):
     tail = Tail(kept)
     part = answer(b"", 0, first_line=1)
     tail.take(part)
-    for a, b in zip(edges, edges[1:], strict=False):
+    for a, b in itertools.pairwise(edges):
         part = answer(log[a:b], a)
         assert tail.take(part) is False
     snapshot = put(tail, part)
@@ -52,7 +56,11 @@ def test_pieces_are_as_good_as_the_whole(lines, rest, cuts, kept):
     facts = {"process_alive": False, "exit_code": 1}
     by_line = engine.conclude([engine.scan(whole, sig.load(), file="run.log")], facts)
     followed = engine.conclude([snapshot.reader.so_far()], facts)
-    assert (followed.class_, followed.verdict, followed.root) == (by_line.class_, by_line.verdict, by_line.root)
+    assert (followed.class_, followed.verdict, followed.root) == (
+        by_line.class_,
+        by_line.verdict,
+        by_line.root,
+    )
 
 
 def test_lines_are_numbered_from_where_it_was_entered():
@@ -91,7 +99,12 @@ def test_what_is_no_answer_changes_nothing():
     tail = Tail(100)
     tail.take(answer(b"a\n", 0, first_line=1))
     where = dict(tail.where)
-    for part in ({}, {"unread": "gone"}, {**answer(b"b\n", 2), "data": "%%"}, {**answer(b"b\n", 2), "at": None}):
+    for part in (
+        {},
+        {"unread": "gone"},
+        {**answer(b"b\n", 2), "data": "%%"},
+        {**answer(b"b\n", 2), "at": None},
+    ):
         assert tail.take(part) is False
     assert (tail.where, tail.read) == (where, 2)
     unread = put(tail, {"unread": "permission denied"})

@@ -251,7 +251,9 @@ time.sleep(60)
 
 def kept(watcher, **options):
     """Looks of `keep` that wait for nothing; ends when the run does."""
-    return watcher.keep(0.05, sleep=lambda seconds: time.sleep(min(seconds, 0.1)), jitter=lambda: 0.0, **options)
+    return watcher.keep(
+        0.05, sleep=lambda seconds: time.sleep(min(seconds, 0.1)), jitter=lambda: 0.0, **options
+    )
 
 
 def test_a_run_in_sight_has_only_its_new_bytes_read(start, runner):

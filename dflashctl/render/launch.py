@@ -85,5 +85,11 @@ def proven(look: Look, seconds: float, terminal: Terminal) -> list[str]:
 def following(host: str, default_host: str, terminal: Terminal) -> list[str]:
     """What to type next."""
     there = "" if host == default_host else f" -H {host}"
-    commands = (f"dflashctl status{there} --wait 100", f"dflashctl logs{there} -f", f"dflashctl stop{there}")
-    return [f"{terminal.style('next', 'bold')}      {'    '.join(commands)}"]
+    typed = ("status", " --wait 100"), ("watch", ""), ("logs", " -f"), ("stop", "")
+    lines = [""]
+    for command, options in typed:  # each whole, to be copied
+        command = f"dflashctl {command}{there}{options}"
+        if lines[-1] and 10 + len(lines[-1]) + 4 + len(command) > terminal.columns:
+            lines.append("")
+        lines[-1] += ("    " if lines[-1] else "") + command
+    return [f"{terminal.style('next', 'bold')}      {lines[0]}", *(" " * 10 + line for line in lines[1:])]

@@ -64,12 +64,16 @@ class Window:
     def draw(self) -> None:
         """Draw the frame that fits the window now, in one write, each line over what stood there."""
         columns, rows = size = self._size()
-        wipe = "\x1b[2J" if size != self._drawn_at else ""  # terminals differ in what a resize leaves standing
+        wipe = (
+            "\x1b[2J" if size != self._drawn_at else ""
+        )  # terminals differ in what a resize leaves standing
         self._drawn_at = size
         lines = self._frame((columns, rows))[:rows]
         # after a line that fills its row, "erase to the end" would take its last character
         drawn = [x + ("\x1b[K" if width(ESCAPES.sub("", x)) < columns else "") for x in lines]
-        self.terminal.write("\x1b[H" + wipe + "\r\n".join(drawn) + ("\r\n\x1b[J" if len(lines) < rows else ""))
+        self.terminal.write(
+            "\x1b[H" + wipe + "\r\n".join(drawn) + ("\r\n\x1b[J" if len(lines) < rows else "")
+        )
 
     def pause(self, seconds: float) -> None:
         """Sleep; draw anew when the window is resized, step aside on Ctrl-Z."""

@@ -45,7 +45,10 @@ def test_the_main_job(cli, quick, runner):
     assert lines[1].endswith(" deployed")
     assert lines[2].startswith("real launched   pid ")
     assert "training: proven after " in launched.stdout
-    assert lines[-1].startswith("next      dflashctl status --wait 100")
+    assert (
+        lines[-1]
+        == "next      dflashctl status --wait 100    dflashctl watch    dflashctl logs -f    dflashctl stop"
+    )
     rungs = [line.split()[1] for line in launched.stderr.splitlines() if line[:1].isdigit()]
     assert rungs == ["dataset", "targets", "drafters", "training"]
 

@@ -85,6 +85,52 @@ def test_the_demo_in_the_container_ends_with_a_measured_acceptance(there):
     assert f"{trained['acceptance_length']:.2f} tokens a cycle, measured on" in there("status").stdout
 
 
+@pytest.mark.slow
+@pytest.mark.timeout(240)
+def test_a_run_is_watched_to_its_end_through_a_cut_connection(there, node, container):
+    brief = re.sub(r"(?m)^steps = .*", "steps = 12", QUICK)
+    (there.home / "brief.toml").write_text(brief)
+    assert there("launch", "-c", "brief.toml", "--name", "brief").returncode == 0
+    with FaultyProxy(node.port) as proxy:
+        write_hosts_file(there.home / "cut.toml", node, port=proxy.port)
+        options = ("--hosts", "cut.toml", "--accept-new", "--every", "0.5")
+        process = there.popen("watch", "--json", *options)
+        documents = [json.loads(process.stdout.readline())]
+        proxy.cut()
+        documents += [json.loads(line) for line in process.stdout]
+        errors = process.stderr.read()
+        assert process.wait(60) == 0, errors
+    assert "trying again in 1 s" in errors
+    assert "connected again to ct200" in errors
+    assert documents[-1]["state"] == "finished"
+    assert [d["run_id"] for d in documents] == ["brief"] * len(documents)
+    log = documents[-1]["snapshot"]["log"]
+    assert log["read_bytes"] == (container.workspace / "dflash/runs/brief/run.log").stat().st_size
+    assert there("watch").stdout.startswith("brief on ct200   FINISHED")
+
+
+@pytest.mark.slow
+@pytest.mark.timeout(240)
+def test_a_failure_is_seen_by_who_watches_and_a_long_log_is_entered_at_its_end(there, container):
+    assert there("launch", "-c", "quick.toml", "--name", "dies", "--wait", "90", timeout=100).returncode == 0
+    log = container.workspace / "dflash/runs/dies/run.log"
+    with log.open("ab") as file:
+        file.write(b"an old line that nobody wants to read again\n" * 500_000)
+    process = there.popen("watch", "--json", "--every", "0.5")
+    entered = json.loads(process.stdout.readline())["snapshot"]["log"]
+    assert 0 < entered["read_bytes"] < 200_000 < 20_000_000 < entered["size"]
+    state = json.loads((container.workspace / "dflash/runs/dies/state.json").read_text())
+    container.exec(["kill", "-SEGV", str(state["pid"])])
+    *_, last = [json.loads(line) for line in process.stdout]
+    assert process.wait(30) == last["exit_code"] == 3
+    status = json.loads(there("status", "--json").stdout)
+    same = ("state", "reason", "diagnosis", "act", "advice", "exit_code")
+    assert [last[key] for key in same] == [status[key] for key in same]
+    assert last["diagnosis"]["class"] == "segfault"
+    log = last["snapshot"]["log"]
+    assert log["read_bytes"] - entered["read_bytes"] == log["size"] - entered["size"]
+
+
 @pytest.fixture
 def alone(there, lab):
     """The same with a node of its own, which a test may break; and its container."""
@@ -119,9 +165,15 @@ def test_a_crash_and_a_reboot_are_told_and_the_run_goes_on_from_its_checkpoint(a
     log = (container.workspace / "dflash/runs/two/run.log").read_text()
     assert re.search(r"(?i)resum\w+ .*step \d+", log)
 
+    watching = there.popen("watch", "--every", "0.5")
+    watching.stdout.readline()
     container.stop()  # as a power cut
     assert there("status").returncode == 8
     container.start()
+    seen, errors = watching.communicate(timeout=60)
+    assert watching.returncode == 3, errors
+    assert "; trying again in 1 s" in errors
+    assert "two on ct200   LOST" in seen
     lost = there("status")
     assert lost.returncode == 3
     assert "two on ct200   LOST" in lost.stdout

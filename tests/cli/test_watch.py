@@ -218,7 +218,9 @@ def test_on_a_terminal_it_is_redrawn_in_place_and_fits(started, terminal):
         assert max(map(len, lines)) <= columns
         assert not any(lines[rows:])
         assert lines[0].startswith("trains on here"[:columns].rstrip())
-        assert sum("trains on here" in line for line in lines) == (columns > 14)  # nothing is left of other frames
+        assert sum("trains on here" in line for line in lines) == (
+            columns > 14
+        )  # nothing is left of other frames
 
 
 @pytest.mark.parametrize("by", ["Ctrl-C", "SIGTERM", "the run's end"])

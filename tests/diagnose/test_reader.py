@@ -47,7 +47,9 @@ def test_by_shape_as_by_line(case: report.Case, cuts: int) -> None:
 
 
 @pytest.mark.parametrize("case", CASES[::5], ids=lambda case: case.name)
-def test_asked_on_the_way_it_says_what_the_log_up_to_there_says_and_goes_on_unmoved(case: report.Case) -> None:
+def test_asked_on_the_way_it_says_what_the_log_up_to_there_says_and_goes_on_unmoved(
+    case: report.Case,
+) -> None:
     reader = Reader(Scanner(KNOWN, "log"), KNOWN)
     size = max(1, len(case.log) // 5)
     for at in range(0, len(case.log), size):

@@ -106,6 +106,9 @@ def test_rows_are_read_once_and_renewed_behind_our_back(smi: Path, monkeypatch: 
     assert gpus.part()["age_s"] >= 0.2  # the old answer at once
     wait_for(lambda: Path(f"{smi}.calls").read_text() == "x\nx\n")
     wait_for(lambda: gpus.part()["age_s"] < 0.2)
+    time.sleep(0.25)
+    assert gpus.part(fresh=60.0)["age_s"] >= 0.2  # who asks for no newer ones gets none
+    assert Path(f"{smi}.calls").read_text() == "x\nx\n"
 
 
 def test_a_hung_nvidia_smi_is_told_and_holds_nothing_up(smi: Path, monkeypatch: pytest.MonkeyPatch) -> None:

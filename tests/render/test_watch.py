@@ -84,7 +84,9 @@ def test_a_window_too_low_says_how_much_is_missing():
     assert lines[cut + 1 : -2] == whole[-2 - len(lines[cut + 1 : -2]) : -2]
 
 
-STYLED = st.lists(st.sampled_from(["\x1b[1;31m", "\x1b[0m", "a", "ä", "終", " ", "word", "e\u0301"]), max_size=30)
+STYLED = st.lists(
+    st.sampled_from(["\x1b[1;31m", "\x1b[0m", "a", "ä", "終", " ", "word", "e\u0301"]), max_size=30
+)
 
 
 @given(STYLED.map("".join), st.integers(1, 9))
