@@ -81,15 +81,24 @@ def draw_anchors(
     anchors[:, :take] = picked
     valid = anchors < size
     anchors[~valid] = 0
-
-    # A block's labels end where its response ends: the first position behind the anchor that is no response, or
-    # another document's.
-    ends = np.where(response & ~begins, size, positions)
-    ends = np.minimum.accumulate(ends[:, ::-1], axis=1)[:, ::-1]
-    end = np.take_along_axis(ends, np.minimum(anchors + 1, size - 1), axis=1)
     slots = anchors[:, :, None] + np.arange(1, block_size)
+    end = _response_ends(response & ~begins, anchors)
     labels_valid = (slots < end[:, :, None]) & valid[:, :, None]
     return Anchors(torch.from_numpy(anchors), torch.from_numpy(valid), torch.from_numpy(labels_valid))
+
+
+def _response_ends(goes_on: np.ndarray, anchors: np.ndarray) -> np.ndarray:
+    """Where each block's labels end, [B, A]: the first position behind its anchor that is no response, or another
+    document's.
+
+    Args:
+        goes_on: positions that belong to the response of the one before, bool [B, S].
+        anchors: [B, A].
+    """
+    size = goes_on.shape[1]
+    ends = np.where(goes_on, size, np.arange(size))
+    ends = np.minimum.accumulate(ends[:, ::-1], axis=1)[:, ::-1]
+    return np.take_along_axis(ends, np.minimum(anchors + 1, size - 1), axis=1)
 
 
 _NONE = np.uint64(np.iinfo(np.uint64).max)
