@@ -86,7 +86,8 @@ def load_profile(path: Path | None, host: Host, *, text: str | None = None, orig
     if not {*config.devices.targets, *config.devices.drafters}:
         raise ConfigError(
             f'{origin}: devices = "auto" does not say which GPUs the run may take',
-            hint="name them as devices.targets and devices.drafters of the host in hosts.toml, or in the config",
+            hint="name them as devices.targets and devices.drafters of the host in hosts.toml, or in the config under "
+            '[devices] with topology = "auto"',
         )
     unknown = set(config.warmup) - set(host.warmup)
     if unknown:

@@ -11,7 +11,7 @@ import math
 import re
 import sys
 from collections.abc import Iterator, Mapping, Sequence
-from pathlib import Path
+from pathlib import Path, PurePath
 from typing import Any, BinaryIO
 
 from dflashctl.diagnose import engine
@@ -81,9 +81,16 @@ def diagnose_paths(
 def _conclude(
     scanners: Sequence[Scanner], facts: Mapping[str, Any], known: sig.Signatures, notes: Sequence[str]
 ) -> Diagnosis:
+    told = {finding.text for scanner in scanners if not _of_events(scanner) for finding in scanner.findings}
     for order, scanner in enumerate(scanners):
+        if _of_events(scanner):  # it says what the log says: no later error of its own
+            scanner.findings = [finding for finding in scanner.findings if finding.text not in told]
         scanner.ordered(order)
     return engine.conclude(scanners, facts, known, notes)
+
+
+def _of_events(scanner: Scanner) -> bool:
+    return PurePath(scanner.file).name == "events.jsonl"
 
 
 def logs(path: Path) -> list[Path]:
@@ -228,7 +235,8 @@ def _in_words(event: Mapping[str, Any]) -> str:
     if event["event"] == "end":
         return f"Run {event.get('status')} {at}"
     error = str(event.get("error", ""))
-    who = f"{event.get('worker')} on {event.get('device')}"
+    worker = event.get("worker")
+    who = "The run" if worker == "main" else f"{worker} on {event.get('device')}"
     return f"{who} failed {at}: {error}" if error.startswith(REPORTED) else error
 
 

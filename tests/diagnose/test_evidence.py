@@ -136,6 +136,19 @@ def test_events_alone_tell_how_the_newest_attempt_ended(
     assert (found.verdict, found.class_) == (verdict, class_)
 
 
+@pytest.mark.parametrize("worker", ["main", "target-0"])
+def test_what_log_and_events_both_tell_is_one_error(tmp_path: Path, worker: str) -> None:
+    who = "The run" if worker == "main" else "target-0 on cpu"
+    (tmp_path / "run.log").write_text(
+        f"Loaded\n{who} failed at step 0: {FAILED['error']}\nRun failed at step 0\n"
+    )
+    (tmp_path / "events.jsonl").write_text(json.dumps({**FAILED, "worker": worker}) + "\n")
+    found = diagnose_paths([tmp_path])
+    assert found.root is not None
+    assert (found.class_, found.root.file, found.root.line) == ("config-error", "run.log", 2)
+    assert found.cascades == ()
+
+
 @pytest.mark.parametrize(
     "text", ["", "{", "[]", '{"message": 3}', '{"message": {"message": null}}', "[" * 5000]
 )
