@@ -2,9 +2,12 @@
 
 from __future__ import annotations
 
+import io
+import signal
 import subprocess
 import sys
 import time
+from collections.abc import Callable, Iterator
 from pathlib import Path
 
 import pytest
@@ -13,6 +16,12 @@ from hypothesis import strategies as st
 
 from dflashctl import stacks
 from dflashctl.remote import stacks as collecting
+from dflashctl.remote import supervisor
+from dflashctl.render.stacks import screen
+from dflashctl.render.terminal import Terminal
+from tests.running import wait_for
+
+ROOT = Path(__file__).parents[1]
 
 PY_SPY = """Process 812: python -m trainer
 Python v3.11.2 (/usr/bin/python3.11)
@@ -102,58 +111,159 @@ def test_any_text(lines: list[str]) -> None:
     stacks.group(stacks.read([{"pid": 1, "text": "\n".join(lines)}, {"text": 3}]))
 
 
+WAYS = {
+    "none": "",
+    "faulthandler": "faulthandler.register(signal.SIGUSR2, sys.stdout, all_threads=True)",
+    "the trainer's": "ways.enter_context(answers.answering())",
+    "no answer": "signal.signal(signal.SIGUSR2, told); signal.signal(signal.SIGUSR1, told)",
+}
 SCRIPT = """
-import faulthandler, signal, sys, threading, time
-if sys.argv[1] == "registered":
-    faulthandler.register(signal.SIGUSR2, sys.stdout, all_threads=True)
+import contextlib, ctypes, faulthandler, os, signal, sys, threading, time
+from trainer.runtime import stacks as answers
+def told(number, frame):
+    os.write(1, b"told %d\\n" % number)
 def stand_still():
     time.sleep(60)
-threading.Thread(target=stand_still, name="drafter-0", daemon=True).start()
-print("ready", flush=True)
-time.sleep(60)
+with contextlib.ExitStack() as ways:
+    WAY
+    threading.Thread(target=stand_still, name="drafter-0", daemon=True).start()
+    print("ready", flush=True)
+    THEN
 """
 
 
+class Process:
+    """A process that answers in that way, its output in run.log, and what it does after "ready"."""
+
+    def __init__(self, folder: Path, way: str, then: str = "time.sleep(60)") -> None:
+        self.folder = folder
+        script = SCRIPT.replace("WAY", WAYS[way]).replace("THEN", then)
+        with self.log.open("w") as log:
+            argv = [sys.executable, "-u", "-c", script]
+            self.process = subprocess.Popen(argv, stdout=log, stderr=log, cwd=ROOT)
+        wait_for(lambda: "ready" in self.log.read_text(), 60)
+
+    @property
+    def log(self) -> Path:
+        return self.folder / "run.log"
+
+    def dump(self, seconds: float = 60.0) -> tuple[list[stacks.Stack], str, str]:
+        """What the agent gets by signals, with that much patience."""
+        with pytest.MonkeyPatch.context() as patch:
+            patch.setitem(collecting.PATIENCE, "SIGUSR2", seconds)
+            text, by, why = collecting.dump_by_signal(str(self.folder), self.process.pid, time.sleep)
+        assert self.process.poll() is None
+        return stacks.read([{"pid": self.process.pid, "text": text}]), by, why
+
+
 @pytest.fixture
-def process(tmp_path: Path, request: pytest.FixtureRequest):
-    with (tmp_path / "run.log").open("w") as log:
-        made = subprocess.Popen([sys.executable, "-u", "-c", SCRIPT, request.param], stdout=log)
-    for _ in range(200):
-        if "ready" in (tmp_path / "run.log").read_text():
-            break
-        time.sleep(0.02)
-    yield made
-    made.kill()
-    made.wait()
+def process(tmp_path: Path) -> Iterator[Callable[..., Process]]:
+    made: list[Process] = []
+
+    def start(*args: str) -> Process:
+        made.append(Process(tmp_path, *args))
+        return made[-1]
+
+    yield start
+    for one in made:
+        one.process.kill()
+        one.process.wait()
 
 
-def pause(seconds: float) -> None:
-    time.sleep(seconds)
+def test_a_real_dump_by_faulthandler(process: Callable[..., Process]) -> None:
+    found, by, why = process("faulthandler").dump()
+    assert (by, why) == ("SIGUSR2", "")
+    assert any("stand_still" in s.frames[0] for s in found)
 
 
-@pytest.mark.parametrize("process", ["registered"], indirect=True)
-def test_a_real_dump_by_signal(process: subprocess.Popen[bytes], tmp_path: Path) -> None:
-    text, why = collecting.dump_by_signal(str(tmp_path), process.pid, pause)
-    assert why == ""
-    assert process.poll() is None
-    assert any("stand_still" in s.frames[0] for s in stacks.read([{"pid": process.pid, "text": text}]))
+def test_a_real_dump_by_the_trainers_answer(process: Callable[..., Process]) -> None:
+    found, by, why = process("the trainer's").dump()
+    assert (by, why) == ("SIGUSR2", "")
+    assert {s.thread for s in found} == {"drafter-0", "MainThread"}
+    assert next(s for s in found if s.thread == "drafter-0").frames[0].startswith("stand_still (<string>:")
 
 
-@pytest.mark.parametrize("process", ["not registered"], indirect=True)
-def test_a_process_without_a_handler_is_left_alone(process: subprocess.Popen[bytes], tmp_path: Path) -> None:
-    text, why = collecting.dump_by_signal(str(tmp_path), process.pid, pause)
-    assert text == ""
-    assert "no handler" in why
-    time.sleep(0.1)
-    assert process.poll() is None
+def test_a_log_that_grows_is_waited_for(process: Callable[..., Process]) -> None:
+    """Text that comes before the stacks, and is followed by a second of silence, is not the answer."""
+    talks = "ctypes.PyDLL(None).system(b'echo step; sleep 1'); time.sleep(60)"
+    found, _, why = process("the trainer's", talks).dump()
+    assert (len(found), why) == (2, "")
 
 
-@pytest.mark.parametrize("process", ["not registered"], indirect=True)
-def test_a_real_dump_by_py_spy(process: subprocess.Popen[bytes]) -> None:
-    tool = collecting.find_py_spy(process.pid)
+def test_where_the_lock_is_kept_faulthandler_is_forced(process: Callable[..., Process]) -> None:
+    """A PyDLL's functions are called with Python's lock, and this one never returns."""
+    found, by, why = process("the trainer's", "ctypes.PyDLL(None).read(os.pipe()[0], b'-', 1)").dump(0.5)
+    assert by == "SIGUSR1", why
+    assert any("stand_still" in s.frames[0] for s in found)
+    assert any("<module> (<string>:" in s.frames[-1] for s in found)
+
+
+def test_a_stopped_process_is_not_forced(process: Callable[..., Process]) -> None:
+    stopped = process("no answer")
+    stopped.process.send_signal(signal.SIGSTOP)
+    wait_for(lambda: (supervisor.stat_fields(stopped.process.pid) or [b""])[0] == b"T", 60)
+    found, _, why = stopped.dump(0.3)
+    assert found == []
+    assert why == "no stacks within 0 s of SIGUSR2: it is stopped, or waits in the kernel"
+    stopped.process.send_signal(signal.SIGCONT)
+    wait_for(lambda: f"told {signal.SIGUSR2:d}" in stopped.log.read_text(), 60)
+    assert f"told {signal.SIGUSR1:d}" not in stopped.log.read_text()
+
+
+@pytest.mark.parametrize("where", ["run.log", "events.jsonl"])
+def test_one_that_goes_on_is_not_forced(
+    process: Callable[..., Process], tmp_path: Path, where: str
+) -> None:
+    path = str(tmp_path / where)
+    works = f"while True: open({path!r}, 'a').write('step'); time.sleep(0.01)"
+    busy = process("no answer", works)
+    found, _, why = busy.dump(0.5)
+    assert found == []
+    assert why == "no stacks within 0 s of SIGUSR2, but it goes on: ask again"
+    assert f"told {signal.SIGUSR1:d}" not in busy.log.read_text()
+
+
+def test_one_that_is_silent_is_forced_once(
+    process: Callable[..., Process], monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setitem(collecting.PATIENCE, "SIGUSR1", 0.3)
+    dumb = process("no answer", "signal.signal(signal.SIGUSR2, lambda *_: None); threading.Event().wait()")
+    found, by, why = dumb.dump(0.3)
+    assert (found, by) == ([], "SIGUSR1")
+    assert why == "no stacks within 0 s of SIGUSR2; no stacks within 0 s of SIGUSR1"
+    assert dumb.log.read_text().count(f"told {signal.SIGUSR1:d}") == 1
+
+
+def test_a_process_without_a_handler_is_left_alone(process: Callable[..., Process]) -> None:
+    found, _, why = process("none").dump(0.3)
+    assert (found, why) == ([], "it has no handler for SIGUSR2")
+
+
+def test_a_real_dump_by_py_spy(process: Callable[..., Process]) -> None:
+    asked = process("none").process
+    tool = collecting.find_py_spy(asked.pid)
     assert tool is not None
-    text, why = collecting.dump_by_py_spy(tool, process.pid)
+    text, why = collecting.dump_by_py_spy(tool, asked.pid)
     if "Permission" in why or "permission" in why:
         pytest.skip(why)
-    found = stacks.read([{"pid": process.pid, "text": text}])
+    found = stacks.read([{"pid": asked.pid, "text": text}])
     assert any(s.thread == "drafter-0" and "stand_still" in s.frames[0] for s in found), why
+
+
+def test_the_answering_thread_counts_as_waiting(process: Callable[..., Process]) -> None:
+    """py-spy shows it: it is nobody's suspect."""
+    asked = process("the trainer's", "threading.Event().wait()").process
+    tool = collecting.find_py_spy(asked.pid)
+    assert tool is not None
+    text, why = collecting.dump_by_py_spy(tool, asked.pid)
+    if "Permission" in why or "permission" in why:
+        pytest.skip(why)
+    first, *_ = stacks.group(stacks.read([{"pid": asked.pid, "text": text}]))
+    assert [(m.thread, first.suspect) for m in first.members] == [("drafter-0", True)]
+
+
+def test_the_screen_says_where_the_lock_is_kept() -> None:
+    lines = screen({"dumps": [{"pid": 9, "by": "SIGUSR1", "text": FAULTHANDLER}]}, Terminal(io.StringIO()))
+    assert any(line.startswith("  process 9 answered only SIGUSR1: a call into C") for line in lines)
+    lines = screen({"dumps": [{"pid": 9, "by": "SIGUSR2", "text": FAULTHANDLER}]}, Terminal(io.StringIO()))
+    assert not any("answered only" in line for line in lines)

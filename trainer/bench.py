@@ -10,12 +10,10 @@ the target in 8 bits, as `runtime.fp8_target` does).
 from __future__ import annotations
 
 import argparse
-import faulthandler
 import gc
 import itertools
 import json
 import platform
-import signal
 import statistics
 import sys
 import time
@@ -29,7 +27,7 @@ import torch
 from trainer import memory
 from trainer.config import RuntimeConfig
 from trainer.options import at_least, counts
-from trainer.runtime import cache, devices, graphs
+from trainer.runtime import cache, devices, graphs, stacks
 from trainer.runtime.devices import Device
 from trainer.variants import VARIANTS, Bench, Phases
 from trainer.workload import SHAPES, Workload, flops_of, target_config
@@ -214,8 +212,11 @@ def run(args: argparse.Namespace, more: More | None = None) -> int:
 
     `more` is measured after all variants: another trainer's import may change settings of the whole process.
     """
-    more = more or {}
-    faulthandler.register(signal.SIGUSR2, 2, all_threads=True)  # where it stands, as in a run
+    with stacks.answering():
+        return _run(args, more or {})
+
+
+def _run(args: argparse.Namespace, more: More) -> int:
     torch_device = devices.check(args.device or ("cuda:0" if torch.cuda.is_available() else "cpu"))
     device = Device(torch_device)
     variants = args.variants.split(",") if args.variants else list(VARIANTS)

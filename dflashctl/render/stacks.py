@@ -36,6 +36,10 @@ def screen(answer: Mapping[str, Any], terminal: Terminal) -> list[str]:
         out += [crop(harmless(f"      {frame}"), terminal.columns) for frame in group.frames[:FRAMES]]
         if len(group.frames) > FRAMES:
             out.append(f"      and {len(group.frames) - FRAMES} frames more")
+    for dump in answer.get("dumps", ()):
+        if dump.get("by") == "SIGUSR1":
+            held = "answered only SIGUSR1: a call into C seems to keep Python's lock"
+            out.append(crop(f"  process {dump.get('pid')} {held}", terminal.columns))
     for why in answer.get("unread", ()):
         out.append(crop(harmless(f"  not read: {why}"), terminal.columns))
     return out

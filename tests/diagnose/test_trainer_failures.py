@@ -13,7 +13,7 @@ from typing import Any
 import pytest
 
 from dflashctl import stacks
-from tests.running import Runner, runner
+from tests.running import Runner, runner, wait_for
 from tests.trainer.pipeline.runs import make_dataset, make_target, write_config
 
 __all__ = ["runner"]
@@ -235,6 +235,9 @@ def test_a_loss_that_is_no_number_stops_the_run(trainer: Trainer) -> None:
 
 def test_a_loss_that_is_no_number_is_skipped(trainer: Trainer) -> None:
     trainer.start("nan", NAN, train={"steps": 100000, "nonfinite": "skip"})
+    told = trainer.runner.run_dir("nan") / "events.jsonl"
+    # the two steps before it are sound, and a wait ends with the first that it sees
+    wait_for(lambda: told.exists() and '"nonfinite"' in told.read_text(), 90)
     answer = trainer.status("nan", "--wait", "60")
     assert (answer["state"], answer["exit_code"]) == ("degraded", 4), answer["reason"]
     assert "step" in answer["reason"]

@@ -4,6 +4,8 @@ from __future__ import annotations
 
 import argparse
 import json
+import os
+import signal
 from collections.abc import Callable
 from dataclasses import replace
 from pathlib import Path
@@ -13,6 +15,7 @@ import pytest
 import torch
 from torch.utils.flop_counter import FlopCounterMode
 
+from tests.running import wait_for
 from trainer import bench
 from trainer.__main__ import main
 from trainer.runtime import graphs
@@ -120,6 +123,23 @@ def test_others_come_last_and_what_they_raise_is_told(
     assert results[3]["error"] == "ImportError: no module named liger"
     assert [results[n]["first_loss"] for n in (2, 4)] == [results[n]["first_loss"] for n in (0, 1)]
     assert "ImportError: no module named liger" in capsys.readouterr().out
+
+
+def test_sigusr2_shows_where_it_stands(
+    monkeypatch: pytest.MonkeyPatch, capfd: pytest.CaptureFixture[str]
+) -> None:
+    told: list[str] = []
+
+    def limit(device: torch.device) -> float:
+        os.kill(os.getpid(), signal.SIGUSR2)
+        told.append(wait_for(lambda: capfd.readouterr().err, 60))
+        return 1.0
+
+    monkeypatch.setattr(bench, "matmul_limit", limit)
+    size = ["--sequence", "64", "--anchors", "6", "--block", "4", "--layers", "1", "--steps", "1"]
+    assert main(["bench", *size, "--variants", "eager"]) == 0
+    assert " [MainThread] (most recent call first):\n" in told[0]
+    assert " in limit\n" in told[0]
 
 
 def test_what_is_not_there_is_refused(capsys: pytest.CaptureFixture[str]) -> None:

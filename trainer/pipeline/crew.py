@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 import contextlib
-import faulthandler
 import os
 import sys
 import threading
@@ -13,6 +12,7 @@ from collections.abc import Callable
 
 from trainer.events import Events
 from trainer.pipeline.channel import Stopped
+from trainer.runtime import stacks
 from trainer.runtime.devices import Device
 
 JOIN_SECONDS = 10.0
@@ -131,8 +131,8 @@ class Crew:
             file=sys.stderr,
             flush=True,
         )
-        faulthandler.dump_traceback(all_threads=True)
         with contextlib.suppress(OSError, ValueError):
+            stacks.tell()
             sys.stdout.flush()
         os._exit(code)
 

@@ -10,6 +10,8 @@ import sys
 from collections.abc import Callable, Iterator
 from types import FrameType
 
+from trainer.runtime import stacks
+
 _STDERR = 2  # the descriptor: sys.stderr may be replaced by something without one
 
 
@@ -18,7 +20,8 @@ class Interrupted(BaseException):
 
 
 class Signals:
-    """SIGTERM and SIGINT end a run in order; the second one ends it at once. SIGUSR2 prints every thread's stack.
+    """SIGTERM and SIGINT end a run in order; the second one ends it at once. SIGUSR2 prints every thread's stack, a fatal
+    error too.
 
     While `deferred` is active the request is only passed on, because a step is to be completed and saved; otherwise
     Interrupted is raised in the main thread. Handlers are the process's: use it in the main thread.
@@ -37,11 +40,10 @@ class Signals:
         before = {number: signal.signal(number, self._handle) for number in (signal.SIGTERM, signal.SIGINT)}
         enabled = faulthandler.is_enabled()
         faulthandler.enable(_STDERR)
-        faulthandler.register(signal.SIGUSR2, _STDERR, all_threads=True)
         try:
-            yield self
+            with stacks.answering():
+                yield self
         finally:
-            faulthandler.unregister(signal.SIGUSR2)
             if not enabled:
                 faulthandler.disable()
             for number, handler in before.items():
