@@ -140,7 +140,7 @@ class Process:
         script = SCRIPT.replace("WAY", WAYS[way]).replace("THEN", then)
         with self.log.open("w") as log:
             argv = [sys.executable, "-u", "-c", script]
-            self.process = subprocess.Popen(argv, stdout=log, stderr=log, cwd=ROOT)
+            self.process = subprocess.Popen(argv, stdin=subprocess.PIPE, stdout=log, stderr=log, cwd=ROOT)
         wait_for(lambda: "ready" in self.log.read_text(), 60)
 
     @property
@@ -167,7 +167,7 @@ def process(tmp_path: Path) -> Iterator[Callable[..., Process]]:
     yield start
     for one in made:
         one.process.kill()
-        one.process.wait()
+        one.process.communicate()
 
 
 def test_a_real_dump_by_faulthandler(process: Callable[..., Process]) -> None:
@@ -184,22 +184,24 @@ def test_a_real_dump_by_the_trainers_answer(process: Callable[..., Process]) -> 
 
 
 def test_a_log_that_grows_is_waited_for(process: Callable[..., Process]) -> None:
-    """Text that comes before the stacks, and is followed by a second of silence, is not the answer."""
-    talks = "ctypes.PyDLL(None).system(b'echo step; sleep 1'); time.sleep(60)"
+    """Text that comes before the stacks, and is followed by silence, is not the answer."""
+    talks = "ctypes.PyDLL(None).system(b'sleep 0.5; echo step; sleep 0.7'); time.sleep(60)"
     found, _, why = process("the trainer's", talks).dump()
     assert (len(found), why) == (2, "")
 
 
 def test_where_the_lock_is_kept_faulthandler_is_forced(process: Callable[..., Process]) -> None:
-    """A PyDLL's functions are called with Python's lock, and this one never returns."""
-    found, by, why = process("the trainer's", "ctypes.PyDLL(None).read(os.pipe()[0], b'-', 1)").dump(0.5)
+    """A PyDLL's functions are called with Python's lock, and this one does not return."""
+    held = process("the trainer's", "ctypes.PyDLL(None).system(b'echo held; read line')")
+    wait_for(lambda: "held" in held.log.read_text(), 60)
+    found, by, why = held.dump(0.5)
     assert by == "SIGUSR1", why
     assert any("stand_still" in s.frames[0] for s in found)
     assert any("<module> (<string>:" in s.frames[-1] for s in found)
 
 
 def test_a_stopped_process_is_not_forced(process: Callable[..., Process]) -> None:
-    stopped = process("no answer")
+    stopped = process("no answer", "while True: time.sleep(0.05)")
     stopped.process.send_signal(signal.SIGSTOP)
     wait_for(lambda: (supervisor.stat_fields(stopped.process.pid) or [b""])[0] == b"T", 60)
     found, _, why = stopped.dump(0.3)
@@ -211,9 +213,7 @@ def test_a_stopped_process_is_not_forced(process: Callable[..., Process]) -> Non
 
 
 @pytest.mark.parametrize("where", ["run.log", "events.jsonl"])
-def test_one_that_goes_on_is_not_forced(
-    process: Callable[..., Process], tmp_path: Path, where: str
-) -> None:
+def test_one_that_goes_on_is_not_forced(process: Callable[..., Process], tmp_path: Path, where: str) -> None:
     path = str(tmp_path / where)
     works = f"while True: open({path!r}, 'a').write('step'); time.sleep(0.01)"
     busy = process("no answer", works)

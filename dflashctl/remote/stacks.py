@@ -143,7 +143,7 @@ def ask(folder, pid, number, pause):
     """(text, why not): what appears in run.log after the signal."""
     name = signal.Signals(number).name
     with open(os.path.join(folder, "run.log"), "rb") as log:
-        at = log.seek(0, os.SEEK_END)
+        log.seek(0, os.SEEK_END)
         try:
             os.kill(pid, number)
         except OSError as error:

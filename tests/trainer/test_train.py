@@ -549,9 +549,7 @@ def test_a_hung_worker_does_not_keep_the_process(tmp_path: Path, process_of: Pro
 
 @patient
 def test_sigterm_while_starting_leaves_at_once(tmp_path: Path, process_of: Process) -> None:
-    process = process_of(
-        "Target.load = lambda *a, **k: time.sleep(60); crew.Crew.join.__defaults__ = (1.0,)"
-    )
+    process = process_of("Target.load = lambda *a, **k: time.sleep(60); crew.Crew.join.__defaults__ = (1.0,)")
     _until(process, "Target 0 on cpu")
     began = time.monotonic()
     process.send_signal(signal.SIGTERM)

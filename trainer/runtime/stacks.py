@@ -26,7 +26,9 @@ NAME = "stacks"
 """The thread that answers; it is not shown."""
 
 _STDERR = 2  # the descriptor: sys.stderr may be replaced by something without one
-_HEAD = re.compile(r"(?P<who>(?:Current thread|Thread) 0x(?P<id>[0-9a-f]+))(?: \[.*\])?(?= \(most recent call first\))")
+_HEAD = re.compile(
+    r"(?P<who>(?:Current thread|Thread) 0x(?P<id>[0-9a-f]+))(?: \[.*\])?(?= \(most recent call first\))"
+)
 
 
 @contextlib.contextmanager
@@ -39,7 +41,9 @@ def answering() -> Iterator[None]:
         target=_answer, args=(waiting.makefile("rb", buffering=0),), name=NAME, daemon=True
     )
     answerer.start()
-    wakes = signal.set_wakeup_fd(woken.fileno(), warn_on_full_buffer=False)  # by C, in whichever thread it comes
+    wakes = signal.set_wakeup_fd(
+        woken.fileno(), warn_on_full_buffer=False
+    )  # by C, in whichever thread it comes
     before = signal.signal(ASKED, lambda number, frame: None)
     signal.siginterrupt(ASKED, False)  # no call into a library fails for it
     faulthandler.register(FORCED, _STDERR, all_threads=True)

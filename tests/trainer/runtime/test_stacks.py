@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import faulthandler
+import io
 import signal
 import subprocess
 import sys
@@ -39,8 +40,9 @@ class Asked:
         code = BEGIN + "with stacks.answering():\n" + textwrap.indent(textwrap.dedent(script), "    ")
         with self.log.open("w") as log:
             self.process = subprocess.Popen(
-                [sys.executable, "-c", code], stdout=subprocess.PIPE, stderr=log, cwd=ROOT
-            )
+                [sys.executable, "-c", code],
+                stdin=subprocess.PIPE, stdout=subprocess.PIPE, stderr=log, cwd=ROOT,
+            )  # fmt: skip
         assert self.process.stdout is not None
         assert self.process.stdout.readline() == b"ready\n"
 
@@ -126,18 +128,14 @@ def test_it_answers_whatever_the_main_thread_waits_for(what: str, started) -> No
 
 
 HELD = """
-import os, subprocess
 named(lambda: time.sleep(600), "target-0")
-taken, given = os.pipe()
-ready()
-{last}
-ctypes.PyDLL(None).read(taken, ctypes.create_string_buffer(1), 1)  # called with the lock
+ctypes.PyDLL(None).system(b"echo ready; read line")  # called with the lock
 time.sleep(600)
 """
 
 
 def test_a_thread_that_keeps_the_lock_is_only_seen_by_sigusr1(started) -> None:
-    asked = started(HELD.format(last=""))
+    asked = started(HELD)
     asked.send(signal.SIGUSR2)
     time.sleep(0.3)
     assert asked.log.read_text() == ""
@@ -147,9 +145,12 @@ def test_a_thread_that_keeps_the_lock_is_only_seen_by_sigusr1(started) -> None:
 
 
 def test_the_answer_comes_late_once_the_lock_is_free(started) -> None:
-    frees = "subprocess.Popen(['sh', '-c', f'sleep 1; echo >&{given}'], pass_fds=[given])"
-    asked = started(HELD.format(last=frees))
+    asked = started(HELD)
     asked.send(signal.SIGUSR2)
+    time.sleep(0.3)
+    assert asked.log.read_text() == ""
+    asked.process.stdin.write(b"\n")
+    asked.process.stdin.flush()
     assert {"MainThread", "target-0"} == {stack.thread for stack in asked.told()}
 
 
@@ -208,6 +209,13 @@ def test_the_text_is_faulthandlers_with_names() -> None:
     assert f"Current thread 0x{threading.get_ident():016x} [MainThread] (most recent call first):\n" in told
 
 
+class Full(io.FileIO):
+    """/dev/full, which takes nothing, but does not give zeros without end."""
+
+    def read(self, size: int | None = -1) -> bytes:
+        return b""
+
+
 @pytest.mark.usefixtures("drafter")
 @pytest.mark.parametrize("room", ["no folder", "a full disk"])
 def test_without_room_for_a_file_they_come_without_names(
@@ -217,7 +225,7 @@ def test_without_room_for_a_file_they_come_without_names(
         if room == "no folder":
             patch.setattr(tempfile, "tempdir", "/nowhere")
         else:
-            patch.setattr(tempfile, "TemporaryFile", lambda: Path("/dev/full").open("r+b", buffering=0))
+            patch.setattr(tempfile, "TemporaryFile", lambda: Full("/dev/full", "r+b"))
         stacks.tell()
     told = read([{"pid": 1, "text": capfd.readouterr().err}])
     assert any(stack.frames[-1].startswith("_bootstrap (") for stack in told)
