@@ -120,6 +120,11 @@ END = {"event": "end", "step": 3}
         ([FAILED, {**END, "status": "failed"}], "failed", "config-error"),
         ([{**END, "status": "finished"}], "finished", None),
         (
+            [FAILED, {"event": "start"}, {**FAILED, "error": "CheckpointError: it is damaged"}],
+            "failed",
+            "corrupt-checkpoint",
+        ),
+        (
             [FAILED, {**END, "status": "failed"}, {"event": "start"}, {**END, "status": "finished"}],
             "finished",
             None,
