@@ -18,6 +18,10 @@ from trainer.runtime.devices import Device
 JOIN_SECONDS = 10.0
 """How long workers have to leave once a run stops; one that is still there then is hung."""
 
+HANDLED_EVERY = 0.5
+"""Seconds. Python runs a signal's handler between instructions of the main thread; a signal that comes right before an
+endless wait would be handled after it (seen: a SIGTERM on a busy machine that nothing answered for minutes)."""
+
 
 class Crew:
     """Who works in this run, whether it is ending, and why.
@@ -100,7 +104,8 @@ class Crew:
     def wait(self, done: Callable[[], bool]) -> None:
         """Wait until `done()`; workers call `changed` when it may have become true. Raises Stopped when a run ends."""
         with self._changed:
-            self._changed.wait_for(lambda: self._stopping or done())
+            while not (self._stopping or done()):
+                self._changed.wait(HANDLED_EVERY)
         self.check()
 
     def begin(self) -> None:
