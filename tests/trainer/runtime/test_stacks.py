@@ -111,7 +111,7 @@ def test_two_hundred_questions_to_a_busy_process(started) -> None:
 
 WAITS = {
     "a lock": "threading.Lock().acquire(); lock = threading.Lock(); lock.acquire(); ready(); lock.acquire()",
-    "a call that gives the lock back": "ready(); ctypes.CDLL(None).sleep(600)",
+    "a call that gives the lock back": "sleep = ctypes.CDLL(None).sleep; ready()\nwhile True: sleep(600)",
     "a thread's end": "t = threading.Thread(target=time.sleep, args=(600,)); t.start(); ready(); t.join()",
     "nothing: it works": "ready()\nwhile True: pass",
 }
