@@ -300,7 +300,8 @@ def torchrun(tmp_path: Path, parts: tuple[Path, Path]) -> Iterator[Torchrun]:
         )
         argv = [
             "--nnodes", "2", "--nproc-per-node", "1", "--max-restarts", "2", "--rdzv-id", "run", "--local-addr", "127.0.0.1",
-            "--rdzv-backend", "c10d", "--rdzv-endpoint", f"127.0.0.1:{port}", "--rdzv-conf", f"is_host={node == 0},keep_alive_interval=1",
+            "--rdzv-backend", "c10d", "--rdzv-endpoint", f"127.0.0.1:{port}",
+            "--rdzv-conf", f"is_host={node == 0},keep_alive_interval=1",
             str(script), "train", "--config", str(config), "--run-dir", str(tmp_path / "runs/run"),
         ]  # fmt: skip
         variables = {"OMP_NUM_THREADS": "1", "PYTHONPATH": str(ROOT), **(variables or {})}
