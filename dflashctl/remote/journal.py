@@ -96,11 +96,8 @@ def shown(line):
     return line[:LINE_LIMIT].decode("utf-8", "replace") + cut
 
 
-def log_tail(path, lines, counter=None):
-    """The `log` part of a snapshot: the last `lines` lines.
-
-    `counter`: a LineCounter, kept from call to call, that numbers the lines.
-    """
+def of_log(path, read):
+    """The `log` part of a snapshot: `read(fd, stat)` of the log, or why there is none."""
     try:
         fd = supervisor.open_regular(path)
     except FileNotFoundError:
@@ -109,28 +106,34 @@ def log_tail(path, lines, counter=None):
         return {"path": path, "unread": str(error.strerror)}
     try:
         info = os.fstat(fd)
+        part = {"path": path, "size": info.st_size, "inode": info.st_ino, "mtime": info.st_mtime}
+        return {**part, **read(fd, info)}
+    except OSError as error:
+        return {"path": path, "unread": str(error.strerror)}
+    finally:
+        os.close(fd)
+
+
+def log_tail(path, lines, counter=None):
+    """The `log` part of a snapshot: the last `lines` lines.
+
+    `counter`: a LineCounter, kept from call to call, that numbers the lines.
+    """
+
+    def read(fd, info):
         start = tail_offset(fd, info.st_size, lines)
         data = os.pread(fd, min(info.st_size - start, TAIL_BUDGET), start)
         complete = data[: data.rfind(b"\n") + 1]
         texts = [shown(part) for part in data.split(b"\n")]
         if texts and not texts[-1]:
             texts.pop()
-        part = {
-            "path": path,
-            "size": info.st_size,
-            "inode": info.st_ino,
-            "mtime": info.st_mtime,
-            "offset": start + len(complete),
-            "lines": texts[-lines:] if lines > 0 else [],
-        }
+        part = {"offset": start + len(complete), "lines": texts[-lines:] if lines > 0 else []}
         if info.st_size <= NUMBERED:
             before = (counter or LineCounter()).before(fd, info.st_ino, start)
             part["first_line"] = before + 1 + max(0, len(texts) - lines)
         return part
-    except OSError as error:
-        return {"path": path, "unread": str(error.strerror)}
-    finally:
-        os.close(fd)
+
+    return of_log(path, read)
 
 
 def log_news(path, lines, since, counter):
@@ -140,26 +143,17 @@ def log_news(path, lines, since, counter):
     wants to catch up, it begins anew with the last `lines` lines. `at`: where `data` begins; `first_line`: that
     line's number, where it begins anew. At most NEWS_LIMIT bytes: there is more where at + len(data) < size.
     """
-    try:
-        fd = supervisor.open_regular(path)
-    except FileNotFoundError:
-        return {"path": path, "unread": "there is no log yet"}
-    except OSError as error:
-        return {"path": path, "unread": str(error.strerror)}
-    try:
-        info = os.fstat(fd)
-        at = since.get("offset", -1)
-        part = {"path": path, "size": info.st_size, "inode": info.st_ino, "mtime": info.st_mtime}
+
+    def read(fd, info):
+        at, part = since.get("offset", -1), {}
         if info.st_ino != since.get("inode") or not 0 <= info.st_size - at <= TAIL_BUDGET:
             at = max(tail_offset(fd, info.st_size, lines), info.st_size - NEWS_LIMIT)
             if info.st_size <= NUMBERED:
                 part["first_line"] = counter.before(fd, info.st_ino, at) + 1
         data = os.pread(fd, min(info.st_size - at, NEWS_LIMIT), at)
         return {**part, "at": at, "data": base64.b64encode(data).decode()}
-    except OSError as error:
-        return {"path": path, "unread": str(error.strerror)}
-    finally:
-        os.close(fd)
+
+    return of_log(path, read)
 
 
 class LineCounter:
