@@ -246,13 +246,18 @@ def settings(config: Config, dataset: str, drafters: int | None = None) -> dict[
     return flat
 
 
+def _said(settings: dict[str, Any], name: str) -> str:
+    """Another release may not have had the setting."""
+    return repr(settings[name]) if name in settings else "no such setting"
+
+
 def refuse_differences(checkpoint: Checkpoint, now: dict[str, Any]) -> None:
     """Raise CheckpointError when the run to resume was made with other settings, listing them."""
     then = checkpoint.record["settings"]
     names = [name for name in {**then, **now} if then.get(name) != now.get(name)]
     if names:
         lines = "".join(
-            f"\n  {name}: {then.get(name)!r} in the checkpoint, {now.get(name)!r} now" for name in names
+            f"\n  {name}: {_said(then, name)} in the checkpoint, {_said(now, name)} now" for name in names
         )
         raise CheckpointError(
             f"{checkpoint.path}: can't resume exactly with another configuration; put these back, or start a new run:{lines}"

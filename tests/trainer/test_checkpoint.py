@@ -167,6 +167,15 @@ def test_resuming_with_other_settings_is_refused_by_name(tmp_path: Path) -> None
     ]
 
 
+def test_a_setting_that_the_checkpoint_knows_nothing_of_is_named_as_such(tmp_path: Path) -> None:
+    now = checkpoint.settings(parse({}), "abc")
+    then = {name: value for name, value in now.items() if name != "runtime.fp8_target"}
+    with pytest.raises(
+        CheckpointError, match=r"runtime.fp8_target: no such setting in the checkpoint, False now"
+    ):
+        checkpoint.refuse_differences(checkpoint.Checkpoint(tmp_path, {"settings": then}), now)
+
+
 def test_a_full_disk_leaves_the_old_ones(tmp_path: Path) -> None:
     """A file-size limit stands in for the disk: writing fails half-way, with an error of the operating system."""
     _save(tmp_path, 10)
