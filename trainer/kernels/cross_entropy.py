@@ -1,6 +1,6 @@
-"""Softmax cross-entropy of rows of logits, with its gradient written over them: one read from memory and one write.
+"""Softmax cross-entropy of rows of logits, with its gradient written over them.
 
-A row is read twice, the second time from the cache; nothing else as wide as the vocabulary is made.
+A row is read twice (partly from the cache) and written once; nothing else as wide as the vocabulary is made.
 """
 
 # mypy: disallow-untyped-defs=False, disallow-incomplete-defs=False
