@@ -110,6 +110,8 @@ class Reader:
             read = max(i, stop - CONTEXT)
             newest = _newest_steps(codes, i, read)
             scanner.passed(codes.count(_STEP, i, read) - len(newest))
+            if telling < 0:
+                newest = sorted({*newest, *_last_words(body, lines, i, read)})
             for k in newest:
                 scanner.feed(first + k, lines[k])
             for k in range(read, min(stop + 1, n)):
@@ -188,6 +190,15 @@ class _Lines:
                 self._rest, *more = parts
             self._tail = more + self._tail
         return self._tail[k - self._count]
+
+
+def _last_words(body: bytes, lines: _Lines, start: int, stop: int) -> list[int]:
+    """The last line between these two that says something, if none after them does: the log may end here, however many
+    empty lines follow."""
+    for k in range(body.rstrip().count(b"\n"), start - 1, -1):
+        if ln.parse(0, lines[k]).text.strip():
+            return [k] if k < stop else []
+    return []
 
 
 def _newest_steps(codes: bytearray, start: int, stop: int) -> list[int]:
