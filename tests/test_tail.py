@@ -4,7 +4,7 @@ import base64
 import itertools
 import os
 
-from hypothesis import given, settings
+from hypothesis import example, given, settings
 from hypothesis import strategies as st
 
 from dflashctl.diagnose import engine
@@ -36,6 +36,7 @@ def put(tail: Tail, part: dict[str, object]) -> Snapshot:
 
 
 @given(LINES, st.binary(max_size=9), st.lists(st.integers(0, 400), max_size=6), st.integers(1, 9))
+@example([b"\r 10%|#\r 20%|##\n", b"\n", b"\n", b"\n"], b"", [], 1)
 @settings(max_examples=200, deadline=None)
 def test_pieces_are_as_good_as_the_whole(lines, rest, cuts, kept):
     log = b"".join(lines) + rest.replace(b"\n", b"")
