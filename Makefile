@@ -11,7 +11,7 @@ BIN := $(VENV)/bin
 INSTALLED := $(VENV)/.installed
 
 .DEFAULT_GOAL := help
-.PHONY: help demo test lint diagnose-report fuzz format clean system-packages
+.PHONY: help demo test lint diagnose-report search fuzz format clean system-packages
 
 help:
 	@echo "make demo     train the bundled tiny drafter on this machine and measure its acceptance length"
@@ -19,6 +19,7 @@ help:
 	@echo "make lint     ruff and mypy"
 	@echo "make format   ruff format"
 	@echo "make diagnose-report   how often the diagnosis is right, by class, and what it takes for what"
+	@echo "make search   all property tests with new examples, SEARCH_TIMES=20 times as many as in make test"
 	@echo "make fuzz     FUZZ_SECONDS=300 of coverage-guided fuzzing of what reads logs (installs atheris: Python 3.11 to 3.13)"
 
 $(INSTALLED): pyproject.toml constraints.txt tools/make_venv.sh
@@ -45,6 +46,10 @@ lint: $(INSTALLED)
 
 diagnose-report: $(INSTALLED)
 	@$(BIN)/python -m tests.diagnose.report
+
+SEARCH_TIMES ?= 20
+search: $(INSTALLED)
+	SEARCH_TIMES=$(SEARCH_TIMES) $(BIN)/python -m pytest $(PYTEST_ARGS) -m hypothesis --hypothesis-profile search --timeout 0
 
 FUZZ_SECONDS ?= 300
 fuzz: $(INSTALLED)

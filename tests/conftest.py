@@ -1,4 +1,4 @@
-"""Fixtures for every test: Proxmox-like nodes, made once a session and only when a test asks for one."""
+"""For every test: hypothesis' profiles, and Proxmox-like nodes, made once a session and only when a test asks for one."""
 
 from __future__ import annotations
 
@@ -7,15 +7,21 @@ from pathlib import Path
 
 import pytest
 
+from tests import properties
 from tests.testhost import Container, Lab, Node, leftovers, unavailable
 from tests.testhost.hosts import write_hosts_file
 
 NODE_FIXTURES = {"lab", "node", "container", "container_elsewhere", "hosts_file"}
 
 
+def pytest_configure() -> None:
+    properties.configure()
+
+
 @pytest.hookimpl(tryfirst=True)  # before pytest-xdist reads the groups
 def pytest_collection_modifyitems(items: list[pytest.Item]) -> None:
     """Mark what needs a node, and skip it, with the reason, where there can be none."""
+    properties.search(item.function for item in items if isinstance(item, pytest.Function))
     needing = []
     for item in items:
         if NODE_FIXTURES & set(getattr(item, "fixturenames", ())) or item.get_closest_marker("node"):

@@ -122,7 +122,7 @@ JUNK = st.recursive(
 STATE_KEYS = st.sampled_from(sorted(supervisor.new_state("x", None)))
 
 
-@settings(max_examples=60, deadline=None, suppress_health_check=[HealthCheck.function_scoped_fixture])
+@settings(max_examples=60, suppress_health_check=[HealthCheck.function_scoped_fixture, HealthCheck.too_slow])
 @given(
     state=st.dictionaries(STATE_KEYS, JUNK, max_size=3),
     absent=st.sets(STATE_KEYS, max_size=3),

@@ -58,7 +58,7 @@ def test_a_wrong_host_key_ends_the_following(runner: Runner, session: Session) -
     st.lists(st.sampled_from([b"a", b"bc", b"\n", b"\r", b"\r\n", b"\xc3\xa9"]), max_size=30).map(b"".join),
     st.data(),
 )
-@settings(max_examples=300, deadline=None)
+@settings(max_examples=300)
 def test_lines_do_not_depend_on_how_the_bytes_arrive(data: bytes, draw: st.DataObject) -> None:
     whole, parts = _Lines(), _Lines()
     expected = [*whole.take(data), *whole.rest()]

@@ -524,7 +524,7 @@ GARBAGE = st.one_of(
 )
 
 
-@settings(max_examples=300, deadline=None)
+@settings(max_examples=300)
 @given(st.data())
 def test_judge_never_raises_whatever_is_dropped_or_mistyped(data):
     name = data.draw(st.sampled_from(sorted(FIXTURES)))

@@ -37,7 +37,7 @@ def put(tail: Tail, part: dict[str, object]) -> Snapshot:
 
 @given(LINES, st.binary(max_size=9), st.lists(st.integers(0, 400), max_size=6), st.integers(1, 9))
 @example([b"\r 10%|#\r 20%|##\n", b"\n", b"\n", b"\n"], b"", [], 1)
-@settings(max_examples=200, deadline=None)
+@settings(max_examples=200)
 def test_pieces_are_as_good_as_the_whole(lines, rest, cuts, kept):
     log = b"".join(lines) + rest.replace(b"\n", b"")
     edges = sorted({0, len(log), *(c for c in cuts if c < len(log))})

@@ -85,7 +85,7 @@ def test_lines_are_counted_where_the_middle_is_skipped() -> None:
     assert (found.root.line, found.root.text) == (5, "Killed")
 
 
-@settings(max_examples=150, deadline=None)
+@settings(max_examples=150)
 @given(st.binary(max_size=3000), st.integers(1, 5))
 def test_any_bytes(log: bytes, cuts: int) -> None:
     assert engine.conclude([by_shape(log, cuts)], {}, KNOWN).verdict in (
@@ -114,7 +114,7 @@ FACTS = st.fixed_dictionaries(
 )
 
 
-@settings(max_examples=150, deadline=None)
+@settings(max_examples=150)
 @given(st.integers(0, 2**32), FACTS)
 def test_mutated_logs(seed: int, facts: dict[str, object]) -> None:
     rng = random.Random(seed)

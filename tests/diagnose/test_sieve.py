@@ -54,7 +54,7 @@ def test_the_corpus_whatever_it_wears(dress: str | None) -> None:
     assert len(SIEVE.lines(b"\n".join(dull))) < 0.35 * len(dull), "it holds back too much"
 
 
-@settings(max_examples=100, deadline=None)
+@settings(max_examples=100)
 @given(st.integers(0, 2**32))
 def test_mutated_lines(seed: int) -> None:
     rng = random.Random(seed)
@@ -80,7 +80,7 @@ def test_sifted_as_line_by_line(case: report.Case, monkeypatch: pytest.MonkeyPat
     assert told(sifted(case.log, 1), case.facts) == told(by_line(case.log), case.facts)
 
 
-@settings(max_examples=30, deadline=None)
+@settings(max_examples=30)
 @given(st.integers(0, 2**32), FACTS)
 def test_among_lines_of_which_no_two_are_alike(seed: int, facts: dict[str, object]) -> None:
     rng = random.Random(seed)

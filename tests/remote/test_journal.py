@@ -34,7 +34,7 @@ def split(data: bytes) -> list[bytes]:
 
 
 @given(TEXT, st.integers(0, 12), st.integers(1, 9))
-@settings(max_examples=300, deadline=None)
+@settings(max_examples=300)
 def test_tail_offset_equals_splitting_the_whole(data: bytes, lines: int, block: int) -> None:
     fd = os.memfd_create("log")
     try:
@@ -47,7 +47,7 @@ def test_tail_offset_equals_splitting_the_whole(data: bytes, lines: int, block: 
 
 
 @given(TEXT, st.integers(0, 100), st.integers(1, 9))
-@settings(max_examples=200, deadline=None)
+@settings(max_examples=200)
 def test_line_start_equals_searching_the_whole(data: bytes, offset: int, block: int) -> None:
     offset = min(offset, len(data))
     fd = os.memfd_create("log")
@@ -177,7 +177,7 @@ def test_events_are_taken_apart(tmp_path: Path) -> None:
     st.lists(st.tuples(st.sampled_from(["step", "dataset", "evaluation"]), st.integers(0, 9)), max_size=40),
     st.data(),
 )
-@settings(max_examples=60, deadline=None)
+@settings(max_examples=60)
 def test_reading_bit_by_bit_equals_reading_at_once(
     tmp_path_factory: pytest.TempPathFactory, events: list[tuple[str, int]], data: st.DataObject
 ) -> None:

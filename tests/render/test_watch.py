@@ -90,7 +90,7 @@ STYLED = st.lists(
 
 
 @given(STYLED.map("".join), st.integers(1, 9))
-@settings(max_examples=300, deadline=None)
+@settings(max_examples=300)
 def test_folding_loses_nothing_and_fits(line, columns):
     parts = watch.fold(line, columns)
     assert "".join(parts) == line

@@ -79,7 +79,7 @@ def _twin(
     return w
 
 
-@settings(max_examples=25, deadline=None)
+@settings(max_examples=25)
 @given(
     st.integers(1, 8), st.sampled_from([0.0, 0.1]), st.sampled_from([0.0, 0.5, 100.0]),
     st.floats(1e-4, 1e-1), st.integers(0, 1000),

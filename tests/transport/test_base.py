@@ -107,7 +107,7 @@ def test_argv_arrives_as_it_is(transport: Transport, arguments: list[str]) -> No
     assert result.stdout.split(b"\0") == [os.fsencode(a) for a in arguments]
 
 
-@settings(max_examples=25, deadline=None, suppress_health_check=[HealthCheck.function_scoped_fixture])
+@settings(max_examples=25, suppress_health_check=[HealthCheck.function_scoped_fixture, HealthCheck.too_slow])
 @given(
     st.lists(
         st.text(st.characters(blacklist_categories=("Cs",), blacklist_characters="\0")),

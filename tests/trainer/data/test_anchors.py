@@ -38,7 +38,7 @@ def cases(draw):
     return torch.tensor(mask), torch.tensor(lengths)
 
 
-@settings(max_examples=300, deadline=None)
+@settings(max_examples=300)
 @given(cases(), st.integers(1, 30), st.integers(2, 7), st.integers(0, 2**40), st.integers(0, 9))
 def test_against_naive_loops(case, count, block_size, seed, epoch):
     mask, lengths = case
@@ -61,7 +61,7 @@ def test_against_naive_loops(case, count, block_size, seed, epoch):
             assert drawn.labels_valid[b, a].tolist() == labels(mask[b], length, anchor, block_size)
 
 
-@settings(max_examples=50, deadline=None)
+@settings(max_examples=50)
 @given(cases(), st.integers(1, 8), st.integers(0, 20))
 def test_a_row_does_not_depend_on_its_batch(case, count, extra):
     mask, lengths = case
@@ -147,7 +147,7 @@ def lay(rows, size):
     return mask, starts, lengths
 
 
-@settings(max_examples=300, deadline=None)
+@settings(max_examples=300)
 @given(packed_rows(), st.integers(1, 30), st.integers(2, 7), st.integers(0, 2**40), st.integers(0, 9))
 def test_packed_rows_against_naive_loops(case, count, block_size, seed, epoch):
     rows, size, indices = case
@@ -172,7 +172,7 @@ def test_packed_rows_against_naive_loops(case, count, block_size, seed, epoch):
             assert drawn.labels_valid[b, a].tolist() == wanted, "labels end with the document"
 
 
-@settings(max_examples=100, deadline=None)
+@settings(max_examples=100)
 @given(packed_rows(), st.integers(0, 9))
 def test_where_there_is_room_for_all_a_document_draws_as_it_does_alone(case, epoch):
     rows, size, indices = case

@@ -30,7 +30,7 @@ def flat(batch):
     return np.concatenate(batch.rows)
 
 
-@settings(max_examples=100, deadline=None)
+@settings(max_examples=100)
 @given(LENGTHS, st.integers(1, 9), st.integers(0, 5), st.integers(0, 3))
 def test_every_row_comes_once_an_epoch_and_fill_stays_in_its_bucket(lengths, size, seed, epoch):
     plan = make(lengths, size, seed)
@@ -56,7 +56,7 @@ def test_every_row_comes_once_an_epoch_and_fill_stays_in_its_bucket(lengths, siz
         assert max(counts) - min(counts) <= 1  # a full round of the bucket before any row comes again
 
 
-@settings(max_examples=100, deadline=None)
+@settings(max_examples=100)
 @given(LENGTHS, st.integers(1, 9), st.integers(0, 5), st.integers(0, 3))
 def test_every_document_comes_once_an_epoch_and_rows_hold_them(lengths, size, seed, epoch):
     plan = make_packed(lengths, size, seed)
@@ -77,7 +77,7 @@ def test_every_document_comes_once_an_epoch_and_rows_hold_them(lengths, size, se
 
 
 @pytest.mark.parametrize("make", [make, make_packed])
-@settings(max_examples=30, deadline=None)
+@settings(max_examples=30)
 @given(LENGTHS, st.integers(0, 5), st.integers(1, 4))
 def test_a_batch_depends_on_its_index_alone(make, lengths, seed, a_step):
     walked, jumped = make(lengths, seed=seed), make(lengths, seed=seed)
@@ -103,7 +103,7 @@ def test_epochs_and_seeds_differ(make):
     assert rows(make(lengths), 1) != rows(make(lengths, seed=1), 0)
 
 
-@settings(max_examples=100, deadline=None)
+@settings(max_examples=100)
 @given(LENGTHS, st.integers(1, 5), st.integers(0, 5), st.integers(1, 6))
 def test_a_step_takes_batches_of_one_length(lengths, size, seed, a_step):
     """An epoch has the batches that it has anyway; mixed are only as many steps as take what the buckets leave over, and
@@ -141,7 +141,7 @@ def test_documents_share_a_row_with_others_each_epoch():
     assert len(first & second) < len(first) / 4
 
 
-@settings(max_examples=50, deadline=None)
+@settings(max_examples=50)
 @given(st.data())
 def test_waste_is_what_an_epoch_holds(data):
     """Counted over the batches of epoch 0, filled ones aside (the batch is one row)."""

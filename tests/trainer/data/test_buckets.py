@@ -25,7 +25,7 @@ def brute_force(lengths, count, max_length, multiple):
     return best
 
 
-@settings(max_examples=200, deadline=None)
+@settings(max_examples=200)
 @given(
     lengths=st.lists(st.integers(1, 40), min_size=1, max_size=25),
     count=st.integers(1, 4),

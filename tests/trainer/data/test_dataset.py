@@ -41,7 +41,7 @@ def write(folder: Path, data, **commit) -> Path:
         return writer.commit(META, **commit)
 
 
-@settings(max_examples=60, deadline=None)
+@settings(max_examples=60)
 @given(rows(), st.integers(1, 22), st.integers(0, 3))
 def test_candidates_are_labels_with_a_label_behind(tmp_path_factory, data, max_length, every):
     """Spans may touch: with `every`, each is written in pieces of so many tokens."""
@@ -67,7 +67,7 @@ def two_rows():
     return [(ids, ids > 1), (ids[:3], ids[:3] > 0)]
 
 
-@settings(max_examples=40, deadline=None)
+@settings(max_examples=40)
 @given(rows())
 def test_rows_come_back_as_written(tmp_path_factory, data):
     with pytest.MonkeyPatch.context() as patch:

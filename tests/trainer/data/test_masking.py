@@ -54,7 +54,7 @@ def said(masker, encoded):
 
 
 @pytest.mark.parametrize("kind", KINDS)
-@settings(max_examples=60, deadline=None)
+@settings(max_examples=60)
 @given(words=st.lists(WORDS, min_size=2, max_size=7), system=st.none() | WORDS)
 def test_labels_are_what_the_assistant_says_and_its_end_token(make, kind, words, system):
     template, end, how, strips = KINDS[kind]

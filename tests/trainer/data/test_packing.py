@@ -31,7 +31,7 @@ def contents(packing, lengths):
     return rows
 
 
-@settings(max_examples=300, deadline=None)
+@settings(max_examples=300)
 @given(st.lists(st.integers(1, 30), min_size=1, max_size=60), st.integers(1, 40))
 def test_it_is_best_fit_decreasing(lengths, length):
     packing = pack(np.array(lengths, dtype=np.int32), length)

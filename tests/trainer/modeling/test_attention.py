@@ -58,7 +58,7 @@ def square(mask: attention.AnchorMask, k: int, s: int) -> Tensor:
 
 
 @given(batches())
-@settings(max_examples=60, deadline=None)
+@settings(max_examples=60)
 def test_the_mask_equals_the_double_loop(
     batch: tuple[Tensor, Tensor, Tensor, int, int, Tensor | None],
 ) -> None:

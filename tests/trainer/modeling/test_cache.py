@@ -10,7 +10,7 @@ from trainer.modeling.cache import ContextCache
 
 
 @given(st.lists(st.tuples(st.integers(0, 90), st.integers(1, 5), st.integers(0, 30)), min_size=1, max_size=6))
-@settings(max_examples=60, deadline=None)
+@settings(max_examples=60)
 def test_equals_concatenation_however_it_grows_and_is_cropped(steps: list[tuple[int, int, int]]) -> None:
     """Each step: new context, a block behind it, then some context taken back."""
     g = torch.Generator().manual_seed(0)

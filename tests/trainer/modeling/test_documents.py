@@ -55,7 +55,7 @@ def alone(target: Target, ids: Tensor) -> Tensor:
 
 
 @given(st.data())
-@settings(max_examples=60, deadline=None)
+@settings(max_examples=60)
 def test_the_mask_is_the_double_loop(data: st.DataObject) -> None:
     size = data.draw(st.integers(1, 700))
     rows = []

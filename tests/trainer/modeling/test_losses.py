@@ -112,7 +112,7 @@ def test_averaging_by_weight_gives_the_loss_of_the_whole() -> None:
 
 
 @given(st.integers(0, 10_000))
-@settings(max_examples=40, deadline=None)
+@settings(max_examples=40)
 def test_expected_acceptance_length_counts_leading_hits(seed: int) -> None:
     g = torch.Generator().manual_seed(seed)
     hits = torch.rand(B, A, K - 1, generator=g) < 0.6

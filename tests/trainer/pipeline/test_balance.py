@@ -35,7 +35,7 @@ def simulated(targets: int, drafters: int, costs: Costs, depth: int, lengths: li
     return ended
 
 
-@settings(max_examples=150, deadline=None)
+@settings(max_examples=150)
 @given(st.integers(1, 6), st.integers(1, 6), MS, MS, st.floats(0, 2), st.integers(2, 4))
 def test_the_slower_side_sets_the_pace(
     targets: int, drafters: int, target_ms: float, drafter_ms: float, exchange_ms: float, depth: int
@@ -48,7 +48,7 @@ def test_the_slower_side_sets_the_pace(
     assert -1e-9 <= way.idle(costs) < 1
 
 
-@settings(max_examples=60, deadline=None)
+@settings(max_examples=60)
 @given(st.integers(1, 6), st.integers(1, 6), MS, MS, st.floats(0.25, 1.0), st.integers(0, 9))
 def test_steps_of_unequal_length_take_their_mean(
     targets: int, drafters: int, target_ms: float, drafter_ms: float, short: float, seed: int

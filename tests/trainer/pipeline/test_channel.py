@@ -12,7 +12,7 @@ from hypothesis import strategies as st
 from trainer.pipeline.channel import Channel, Stopped
 
 
-@settings(max_examples=40, deadline=None)
+@settings(max_examples=40)
 @given(
     targets=st.integers(1, 5),
     drafters=st.integers(1, 4),

@@ -34,7 +34,7 @@ def _sum(parts: list[torch.Tensor], dtype: torch.dtype = torch.float32) -> torch
 
 
 @given(st.integers(1, 40), st.integers(0, 99), st.sampled_from([torch.float32, torch.bfloat16]))
-@settings(max_examples=80, deadline=None)
+@settings(max_examples=80)
 def test_neighbours_first(count: int, seed: int, dtype: torch.dtype) -> None:
     """Whatever their number; parts of a narrower dtype are widened before they are added; none is changed."""
     parts = _parts(count, seed, dtype)
@@ -44,7 +44,7 @@ def test_neighbours_first(count: int, seed: int, dtype: torch.dtype) -> None:
 
 
 @given(st.integers(1, 9), st.sampled_from([1, 2, 4, 8]), st.integers(0, 99))
-@settings(max_examples=80, deadline=None)
+@settings(max_examples=80)
 def test_nodes_of_a_power_of_two_change_no_bit(nodes: int, drafters: int, seed: int) -> None:
     parts = _parts(nodes * drafters, seed)
     each = [_sum(parts[n * drafters : (n + 1) * drafters]) for n in range(nodes)]
