@@ -1,5 +1,6 @@
 """What the documents say of the code: links, names, options, codes and formats that can be checked."""
 
+import ast
 import re
 from pathlib import Path
 
@@ -78,3 +79,32 @@ def test_the_events_are_all_there():
     part = re.search(r"^`(start, .*)`\.$", ARCHITECTURE, re.MULTILINE)[1]
     methods = [name for name in vars(Events) if not name.startswith("_") and name not in ("emit", "close")]
     assert sorted(part.split(", ")) == sorted(methods)
+
+
+BELOW = {
+    "dflashctl": ("cli", "render", "watch", "status", "diagnose", "remote", "transport", "config", "errors"),
+    "trainer": ("train", "probe", "memory", "pipeline", "runtime", "modeling", "kernels", "config"),
+}
+"""Parts of which none imports one that stands before it, as the architecture has the flow."""
+
+
+@pytest.mark.parametrize("package", BELOW)
+def test_nothing_imports_upwards(package):
+    order = BELOW[package]
+    for rank, name in enumerate(order):
+        above = {f"{package}.{other}" for other in order[:rank]}
+        for file in [ROOT / package / f"{name}.py", *(ROOT / package / name).rglob("*.py")]:
+            if file.exists():
+                assert not above & imports(file), file
+
+
+def imports(file):
+    """Modules of two names that a file imports anywhere but for types."""
+    tree = ast.parse(file.read_text())
+    typing_only = [n for n in ast.walk(tree) if isinstance(n, ast.If) and "TYPE_CHECKING" in ast.dump(n.test)]
+    left_out = {id(n) for block in typing_only for n in ast.walk(block)}
+    found = set()
+    for node in ast.walk(tree):
+        if isinstance(node, ast.ImportFrom) and node.module and id(node) not in left_out:
+            found |= {".".join(f"{node.module}.{name.name}".split(".")[:2]) for name in node.names}
+    return found

@@ -14,13 +14,12 @@ import tempfile
 from pathlib import Path
 from typing import Any
 
-from trainer import memory
+from trainer import memory, probe
 from trainer.config import ConfigError, DevicesConfig, load, names_devices
 from trainer.data.arrangement import arrange
 from trainer.events import Events, gib, rows
 from trainer.memory import TargetSize
 from trainer.options import at_least, counts
-from trainer.pipeline import probe
 from trainer.pipeline.balance import Placement, best
 from trainer.pipeline.crew import Crew
 from trainer.pipeline.nodes import Nodes

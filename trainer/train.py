@@ -16,7 +16,7 @@ from pathlib import Path
 
 import torch
 
-from trainer import checkpoint, memory
+from trainer import checkpoint, memory, probe
 from trainer.checkpoint import Checkpoint, CheckpointError
 from trainer.config import Config, ConfigError, load, resolve
 from trainer.data.arrangement import arrange
@@ -30,7 +30,6 @@ from trainer.events import Events
 from trainer.memory import Prediction, TargetSize
 from trainer.modeling.layout import DrafterConfig
 from trainer.modeling.target import Target, can_pack, load_config
-from trainer.pipeline import probe
 from trainer.pipeline.balance import Placement
 from trainer.pipeline.channel import Stopped
 from trainer.pipeline.crew import Crew

@@ -10,10 +10,9 @@ import pytest
 import torch
 
 from tests.trainer.pipeline.runs import arguments, events, make_dataset, make_target, write_config
-from trainer import memory, train
+from trainer import memory, probe, train
 from trainer.config import ConfigError, DevicesConfig
 from trainer.modeling.target import Target
-from trainer.pipeline import probe
 from trainer.pipeline.balance import Costs, Placement
 from trainer.pipeline.training import Training
 

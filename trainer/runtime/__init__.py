@@ -1,0 +1,1 @@
+"""What a worker's code runs on: devices and streams, compilation, CUDA graphs, signals, stacks."""
