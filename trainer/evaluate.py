@@ -20,8 +20,9 @@ from typing import Any
 import torch
 
 from trainer.config import resolve
-from trainer.data.chat import Message, RowError, messages_of, parse_object
-from trainer.data.masking import load_tokenizer
+from trainer.data.chat import RowError, parse_object, prompt_of
+from trainer.data.errors import DataError
+from trainer.data.tokenizer import load_tokenizer, render
 from trainer.export import load_drafter
 from trainer.modeling import ModelError
 from trainer.modeling.decoding import Generation, Sampler, decode, speculate
@@ -31,10 +32,6 @@ from trainer.options import add_template_argument, at_least
 from trainer.runtime import devices
 
 SCHEMA = 1
-
-
-class PromptError(ModelError):
-    """A prompts file can't be used as it stands: the message names file and line."""
 
 
 @dataclass(frozen=True)
@@ -191,9 +188,8 @@ def read_prompts(
 ) -> list[list[int]]:
     """Tokenised prompts of a JSONL file.
 
-    A row has `messages` or `conversations` (`data.chat.messages_of`), whose last answer is left off (earlier ones stay,
-    as context), or `prompt` text. The chat template is applied, up to where the assistant begins; text without a
-    template is taken as it is.
+    A row is what `data.chat.prompt_of` reads: earlier answers stay, as context, the last is left off. The chat template
+    is applied, up to where the assistant begins; `prompt` text without a template is taken as it is.
 
     Args:
         path: the file.
@@ -203,7 +199,7 @@ def read_prompts(
             was trained in.
 
     Raises:
-        PromptError: no such file, no rows, or a row that can't be read.
+        DataError: no such file, no rows, or a row that can't be used.
     """
     prompts: list[list[int]] = []
     try:
@@ -214,49 +210,35 @@ def read_prompts(
                 if line.strip():
                     prompts.append(_prompt(line, f"{path}:{number}", tokenizer, arguments or {}))
     except OSError as error:
-        raise PromptError(f"{path}: can't be read: {error}") from error
+        raise DataError(
+            f"the prompts can't be read: {error.strerror}", where=str(path), hint="give a file of chat JSONL"
+        ) from error
     if not prompts:
-        raise PromptError(f"{path}: no prompts in it")
+        raise DataError("there is not one prompt", where=str(path), hint="give chat JSONL with rows")
     return prompts
 
 
 def _prompt(line: bytes, where: str, tokenizer: Any, arguments: Mapping[str, Any]) -> list[int]:
-    """Token ids of one row. Raises PromptError."""
-    from jinja2 import TemplateError
-
+    """Token ids of one row. Raises DataError."""
     try:
         row = parse_object(line)
-        text = row.get("prompt")
         if tokenizer.chat_template:
-            text = tokenizer.apply_chat_template(
-                _messages(row), add_generation_prompt=True, tokenize=False, **arguments
-            )
+            variables = {**tokenizer.special_tokens_map, **arguments}
+            text, _ = render(prompt_of(row), tokenizer.get_chat_template(), variables, prompt=True)
             ids = tokenizer(text, add_special_tokens=False).input_ids
-        elif isinstance(text, str):
-            ids = tokenizer(text).input_ids
+        elif isinstance(row.get("prompt"), str):
+            ids = tokenizer(row["prompt"]).input_ids
         else:
-            raise PromptError(f"{where}: a chat, and the target's tokenizer has no template")
+            raise RowError(
+                "no prompt", "a chat, and the target's tokenizer has no template; give `prompt` text"
+            )
+        if not ids:
+            raise RowError("no prompt", "it has no token")
     except RowError as error:
-        raise PromptError(f"{where}: {error}") from error
-    except TemplateError as error:
-        raise PromptError(f"{where}: the chat template refuses the row: {error}") from error
-    if not ids:
-        raise PromptError(f"{where}: an empty prompt")
+        raise DataError(
+            str(error), where=where, hint="mend this row of the prompts, or take it out"
+        ) from error
     return ids
-
-
-def _messages(row: dict[str, Any]) -> list[Message]:
-    """Messages up to and with the last user turn."""
-    if isinstance(row.get("prompt"), str):
-        return [{"role": "user", "content": row["prompt"]}]
-    if not {"messages", "conversations"} & row.keys():
-        raise RowError("no prompt", "a row needs `messages`, `conversations` or `prompt`")
-    messages = messages_of(row)
-    while messages and messages[-1]["role"] != "user":
-        messages.pop()
-    if not messages:
-        raise RowError("no prompt", "no user turn to answer")
-    return messages
 
 
 def add_arguments(parser: argparse.ArgumentParser) -> None:

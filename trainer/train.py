@@ -23,8 +23,8 @@ from trainer.data.arrangement import arrange
 from trainer.data.batches import BatchPlan
 from trainer.data.dataset import Dataset
 from trainer.data.errors import DataError
-from trainer.data.masking import load_tokenizer
 from trainer.data.prepare import describe, prepare_cached
+from trainer.data.tokenizer import load_tokenizer
 from trainer.evaluate import evaluate, read_prompts
 from trainer.events import Events
 from trainer.memory import Prediction, TargetSize

@@ -17,7 +17,8 @@ from transformers import LlamaConfig, LlamaForCausalLM, PreTrainedTokenizerFast,
 
 from trainer import evaluate as module
 from trainer.config import ConfigError, DrafterSection
-from trainer.evaluate import PromptError, add_arguments, evaluate, read_prompts, report, run
+from trainer.data.errors import DataError
+from trainer.evaluate import add_arguments, evaluate, read_prompts, report, run
 from trainer.modeling import ModelError
 from trainer.modeling.decoding import Generation, Sampler, decode, speculate
 from trainer.modeling.drafter import Drafter, DrafterConfig
@@ -375,31 +376,38 @@ def test_prompts_are_made_in_the_mode_asked_for(tmp_path: Path) -> None:
 @pytest.mark.parametrize(
     ("row", "message"),
     [
-        ("{", r"p\.jsonl:2: not JSON"),
-        ("\udcff", r"p\.jsonl:2: not UTF-8"),
-        ("[1]", r"p\.jsonl:2: not an object"),
-        ({"text": "x"}, r"p\.jsonl:2: no prompt: a row needs `messages`, `conversations` or `prompt`"),
-        ({"messages": [{"role": "wizard", "content": "x"}]}, r"p\.jsonl:2: unknown role: .*'wizard'"),
+        ("{", r"^not JSON"),
+        ("\udcff", r"^not UTF-8"),
+        ("[1]", r"^not an object"),
+        ({"text": "x"}, r"^no prompt: a row needs `messages`, `conversations` or `prompt`"),
+        ({"messages": [{"role": "wizard", "content": "x"}]}, r"^unknown role: .*'wizard'"),
         (
             {"messages": [{"role": "user", "content": [{"image": "x"}]}]},
-            r"p\.jsonl:2: wrong type: .*not a text part",
+            r"^wrong type: .*not a text part",
         ),
-        ({"messages": [{"role": "assistant", "content": "x"}]}, r"p\.jsonl:2: role order"),
-        ({"messages": [{"role": "system", "content": "x"}]}, r"p\.jsonl:2: .*no user turn"),
+        ({"messages": [{"role": "assistant", "content": "x"}]}, r"^role order"),
+        ({"messages": [{"role": "system", "content": "x"}]}, r"^.*no user turn"),
     ],
 )
 def test_bad_rows_are_named(tmp_path: Path, row: Any, message: str) -> None:
     path = written(tmp_path / "p.jsonl", {"prompt": "w1"}, row)
-    with pytest.raises(PromptError, match=message):
+    with pytest.raises(DataError, match=message) as error:
         read_prompts(path, tokenizer())
+    assert error.value.where == f"{path}:2"
+    assert error.value.hint
 
 
-def test_what_the_template_refuses_is_named(tmp_path: Path) -> None:
+@pytest.mark.parametrize(
+    ("template", "why"),
+    [
+        ("{{ raise_exception('no system message') }}", "no system message"),
+        ("{{ 1 + 'x' }}", "unsupported operand"),
+    ],
+)
+def test_what_the_template_refuses_is_named(tmp_path: Path, template: str, why: str) -> None:
     words = tokenizer()
-    words.chat_template = "{{ raise_exception('no system message') }}"
-    with pytest.raises(
-        PromptError, match=r"p\.jsonl:1: the chat template refuses the row: no system message"
-    ):
+    words.chat_template = template
+    with pytest.raises(DataError, match=rf"the chat template refuses the row: {why}"):
         read_prompts(written(tmp_path / "p.jsonl", {"prompt": "w1"}), words)
 
 
@@ -415,12 +423,12 @@ def test_thoughts_of_earlier_turns_are_given_as_in_training(tmp_path: Path) -> N
 
 
 def test_missing_and_empty_prompt_files(tmp_path: Path) -> None:
-    with pytest.raises(PromptError, match="can't be read"):
+    with pytest.raises(DataError, match="can't be read"):
         read_prompts(tmp_path / "none.jsonl", tokenizer())
-    with pytest.raises(PromptError, match="no prompts in it"):
+    with pytest.raises(DataError, match="there is not one prompt"):
         read_prompts(written(tmp_path / "e.jsonl"), tokenizer())
     chat = written(tmp_path / "c.jsonl", {"messages": [{"role": "user", "content": "w1"}]})
-    with pytest.raises(PromptError, match="has no template"):
+    with pytest.raises(DataError, match="has no template"):
         read_prompts(chat, tokenizer(False))
 
 

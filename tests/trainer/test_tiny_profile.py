@@ -13,7 +13,7 @@ import torch
 from tools.make_tiny_target import CONTEXT, MASK, TASKS, VOCABULARY, Rows, answer, held_out, spell
 from trainer import config as settings
 from trainer.config import resolve
-from trainer.data.masking import load_tokenizer
+from trainer.data.tokenizer import load_tokenizer
 from trainer.modeling.layout import DrafterConfig
 from trainer.modeling.target import load_config
 

@@ -81,6 +81,20 @@ def messages_of(row: dict[str, Any]) -> list[Message]:
     return messages
 
 
+def prompt_of(row: dict[str, Any]) -> list[Message]:
+    """Messages to answer: `prompt` text, else `messages_of` up to and with the last user turn. Raises RowError."""
+    if isinstance(row.get("prompt"), str):
+        return [{"role": "user", "content": _filled(row["prompt"], "prompt")}]
+    if not {"messages", "conversations"} & row.keys():
+        raise RowError("no prompt", "a row needs `messages`, `conversations` or `prompt`")
+    messages = messages_of(row)
+    while messages and messages[-1]["role"] != "user":
+        messages.pop()
+    if not messages:
+        raise RowError("no prompt", "no user turn to answer")
+    return messages
+
+
 def _message(raw: Any, where: str, role_key: str, text_key: str) -> Message:
     if not isinstance(raw, dict):
         raise RowError("wrong type", f"`{where}` is {_kind(raw)}, not an object")
@@ -92,14 +106,18 @@ def _message(raw: Any, where: str, role_key: str, text_key: str) -> Message:
         raise RowError("unknown role", f"`{where}.{role_key}` is {name!r}; known: {', '.join(ROLES)}")
     if raw.get("tool_calls"):
         raise RowError("tool calls", f"`{where}` calls tools, and only text is learned from")
-    text = _text(raw.get(text_key), f"{where}.{text_key}")
-    if not text.strip():
-        raise RowError("empty message", f"`{where}.{text_key}` has no text")
-    message = {"role": role, "content": text}
+    message = {"role": role, "content": _filled(raw.get(text_key), f"{where}.{text_key}")}
     thoughts = next((raw[key] for key in REASONING if raw.get(key)), None)
     if role == "assistant" and thoughts is not None:
         message["reasoning_content"] = _text(thoughts, f"{where}.{REASONING[0]}")
     return message
+
+
+def _filled(content: Any, where: str) -> str:
+    text = _text(content, where)
+    if not text.strip():
+        raise RowError("empty message", f"`{where}` has no text")
+    return text
 
 
 def _text(content: Any, where: str) -> str:

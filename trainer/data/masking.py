@@ -14,7 +14,6 @@ without labels, counted as "unlabelled".
 
 from __future__ import annotations
 
-import hashlib
 import re
 from collections import Counter
 from collections.abc import Mapping
@@ -25,9 +24,9 @@ import numpy as np
 
 from trainer.data.chat import Message, RowError
 from trainer.data.errors import DataError
+from trainer.data.tokenizer import fingerprint, load_tokenizer, render
 
 METHOD = 1  # raised when the same rows would get other ids or spans
-_TARGET = "name the target: its folder (Hugging Face layout) or its GGUF file"
 _MARKER = "Qz7Marker7zQ"
 _GENERATION = re.compile(r"\{%[-+]?\s*generation\s*[-+]?%\}")
 
@@ -39,39 +38,6 @@ class Encoded(NamedTuple):
     spans: np.ndarray  # int32 [n, 2], labelled tokens [start, end)
     cut: bool  # it was longer than max_length
     counts: Counter[str]  # turns by how they were found; "straddling": tokens half label, half header
-
-
-def load_tokenizer(path: Path) -> Any:
-    """The tokenizer of a folder in Hugging Face layout or a GGUF file. Never downloads. Raises DataError."""
-    from transformers import AutoTokenizer
-
-    if path.is_file() and path.suffix == ".gguf":
-        where: dict[str, Any] = {"pretrained_model_name_or_path": str(path.parent), "gguf_file": path.name}
-    elif path.is_dir():
-        where = {"pretrained_model_name_or_path": str(path)}
-    else:
-        problem = "not a folder and not a .gguf file" if path.exists() else "no such folder or file"
-        raise DataError(f"the tokenizer can't be read: {problem}", where=str(path), hint=_TARGET)
-    try:
-        tokenizer = AutoTokenizer.from_pretrained(**where, local_files_only=True)
-    except (OSError, ValueError, ImportError, KeyError) as error:
-        raise DataError(
-            f"the tokenizer can't be read: {error}",
-            where=str(path),
-            hint=_TARGET,
-        ) from error
-    if not tokenizer.is_fast:
-        raise DataError(
-            "the tokenizer has no tokenizer.json, so tokens can't be traced back to the text",
-            where=str(path),
-            hint="save it again with save_pretrained() from a fast tokenizer",
-        )
-    return tokenizer
-
-
-def fingerprint(tokenizer: Any) -> str:
-    """What two tokenizers share when they turn every text into the same ids (the chat template aside)."""
-    return hashlib.sha256(tokenizer.backend_tokenizer.to_str().encode()).hexdigest()[:16]
 
 
 class Masker:
@@ -108,7 +74,7 @@ class Masker:
                 where=str(tokenizer),
                 hint="give the Jinja template that the target is served with: --chat-template FILE",
             ) from error
-        self._arguments = {**self.tokenizer.special_tokens_map, **(arguments or {})}
+        self._variables = {**self.tokenizer.special_tokens_map, **(arguments or {})}
         self._tagged = bool(_GENERATION.search(self.template))
         self._special = {i for i, t in self.tokenizer.added_tokens_decoder.items() if t.special}
         self._special |= set(self.tokenizer.all_special_ids)
@@ -215,22 +181,8 @@ class Masker:
         return start, stop
 
     def _render(self, messages: list[Message], *, prompt: bool = False) -> tuple[str, list[tuple[int, int]]]:
-        """The conversation as text, and what {% generation %} marks in it. Raises RowError."""
-        from jinja2 import TemplateError
-        from transformers.utils.chat_template_utils import render_jinja_template
-
-        try:
-            rendered: Any = render_jinja_template(  # a pair; its annotation says otherwise
-                conversations=[messages],
-                chat_template=self.template,
-                return_assistant_tokens_mask=self._tagged,
-                add_generation_prompt=prompt,
-                **self._arguments,
-            )
-        except (TemplateError, TypeError, ValueError) as error:
-            raise RowError("template", f"the chat template refuses the row: {error}") from error
-        texts, marks = rendered
-        return texts[0], marks[0] if marks else []
+        """`tokenizer.render` with this template, marks included where it sets any."""
+        return render(messages, self.template, self._variables, prompt=prompt, tagged=self._tagged)
 
     def _tokenise(self, text: str, chars: list[tuple[int, int]], counts: Counter[str]) -> Encoded:
         encoded = self.tokenizer(text, add_special_tokens=False, return_offsets_mapping=True, verbose=False)
@@ -258,8 +210,3 @@ class Masker:
 def _squash(text: str) -> str:
     """Text without whitespace: templates strip and indent, and that changes no word."""
     return "".join(text.split())
-
-
-def template_hash(template: str) -> str:
-    """Short hash of a chat template's text."""
-    return hashlib.sha256(template.encode()).hexdigest()[:16]

@@ -18,8 +18,9 @@ from trainer.data.buckets import plan_buckets
 from trainer.data.dataset import FORMAT, META, Dataset, DatasetWriter
 from trainer.data.encode import Line, Recipe, Reject, encode_all, usable_cores
 from trainer.data.errors import DataError
-from trainer.data.masking import METHOD, Encoded, Masker, template_hash
+from trainer.data.masking import METHOD, Encoded, Masker
 from trainer.data.packing import pack
+from trainer.data.tokenizer import template_hash
 from trainer.options import add_template_argument, at_least
 
 REJECTS = "rejects.jsonl"

@@ -3,10 +3,10 @@ from __future__ import annotations
 import json
 
 import pytest
-from hypothesis import given
+from hypothesis import example, given
 from hypothesis import strategies as st
 
-from trainer.data.chat import RowError, parse_row
+from trainer.data.chat import RowError, parse_row, prompt_of
 
 USER, REPLY = {"role": "user", "content": "hi"}, {"role": "assistant", "content": "yes"}
 SYSTEM = {"role": "system", "content": "be good"}
@@ -94,7 +94,8 @@ JSON = st.recursive(
     lambda inner: (
         st.lists(inner, max_size=4)
         | st.dictionaries(
-            st.sampled_from(["messages", "conversations", "role", "content", "from", "value"]), inner
+            st.sampled_from(["messages", "conversations", "prompt", "role", "content", "from", "value"]),
+            inner,
         )
     ),
     max_leaves=12,
@@ -107,4 +108,32 @@ def test_anything_is_parsed_or_refused_with_a_reason(value):
         good = any(m["role"] == "assistant" for m in parse(value))
     except RowError as error:
         good = bool(error.reason and error.detail)
+    assert good
+
+
+def test_a_prompt_is_text_or_a_chat_up_to_its_last_question():
+    assert prompt_of({"prompt": "hi", "messages": []}) == [USER]
+    assert prompt_of({"prompt": None, **turn()}) == [USER]
+    assert prompt_of({"messages": [SYSTEM, USER, REPLY, USER, REPLY]}) == [SYSTEM, USER, REPLY, USER]
+
+
+@pytest.mark.parametrize(
+    ("row", "reason"),
+    [({"text": "x"}, "no prompt"), ({"messages": [SYSTEM]}, "no prompt"), ({"prompt": " "}, "empty message")],
+)
+def test_what_is_no_prompt(row, reason):
+    with pytest.raises(RowError) as error:
+        prompt_of(row)
+    assert error.value.reason == reason
+
+
+@given(st.dictionaries(st.sampled_from(["messages", "conversations", "prompt"]), JSON))
+@example({"prompt": "\ud800"})
+def test_any_prompt_is_text_or_refused(row):
+    try:
+        last = prompt_of(row)[-1]
+    except RowError as error:
+        good = bool(error.reason and error.detail)
+    else:
+        good = last["role"] == "user" and bool(last["content"].encode().strip())
     assert good
