@@ -29,8 +29,8 @@ from trainer.config import RuntimeConfig
 from trainer.options import at_least, counts
 from trainer.runtime import cache, devices, graphs, stacks
 from trainer.runtime.devices import Device
-from trainer.variants import VARIANTS, Bench, Phases
-from trainer.workload import SHAPES, Workload, flops_of, target_config
+from trainer.variants import VARIANTS, Bench, Phases, compute_dtype
+from trainer.workload import SHAPES, Workload, drafter_config, flops_of, target_config
 
 
 class Clock:
@@ -61,12 +61,11 @@ More = Mapping[str, Callable[[Bench], Phases]]
 """Other ways to take a step, by name: other trainers'."""
 
 
-def measure(bench: Bench, variant: str, steps: int, seconds: float, more: More) -> dict[str, Any]:
-    """Time `steps` steps of a variant, but no longer than `seconds` after the warm-up: medians, ms."""
-    clock, cuda = Clock(bench.device.torch), bench.device.cuda
+def prepare(bench: Bench, variant: str, more: More) -> float:
+    """Make a variant's phases and take three steps, so that all is compiled: seconds that it took."""
     bench.phases = []  # its memory goes before the next one's is taken
     _release(bench.device)
-    if cuda:
+    if bench.device.cuda:
         torch.cuda.reset_peak_memory_stats()
     began = time.perf_counter()
     bench.first_loss = None
@@ -76,8 +75,13 @@ def measure(bench: Bench, variant: str, steps: int, seconds: float, more: More) 
             run()
         if bench.first_loss is None:
             bench.first_loss = bench.loss.clone()
-    clock.wait()
-    warm_up = time.perf_counter() - began
+    Clock(bench.device.torch).wait()
+    return time.perf_counter() - began
+
+
+def measure(bench: Bench, steps: int, seconds: float) -> dict[str, Any]:
+    """Time `steps` steps of what was prepared, but no longer than `seconds`: medians, ms."""
+    clock, cuda, phases = Clock(bench.device.torch), bench.device.cuda, bench.phases
     host, marks = [], []
     began = time.perf_counter()
     for _ in range(steps):
@@ -107,7 +111,6 @@ def measure(bench: Bench, variant: str, steps: int, seconds: float, more: More) 
         "steps": len(marks),
         "spread_ms": [round(min(whole), 2), round(max(whole), 2)] if whole else [],
         "first_loss": bench.first_loss.item() if bench.first_loss is not None else None,
-        "warm_up_s": round(warm_up, 1),
     }
     if cuda:
         result["peak_gib"] = round(torch.cuda.max_memory_allocated() / 2**30, 1)
@@ -272,24 +275,33 @@ def _result(bench: Bench, variant: str, args: argparse.Namespace, limit: float, 
     # what others' code raises is theirs: it is told, and the rest is measured
     told = Exception if variant in more else torch.cuda.OutOfMemoryError
     try:
-        result |= measure(bench, variant, args.steps, args.seconds, more)
+        result["warm_up_s"] = round(prepare(bench, variant, more), 1)
+        result |= measure(bench, args.steps, args.seconds)
     except told as error:
-        return result | {"error": f"{type(error).__name__}: {error}".splitlines()[0][:300]}
+        return result | {"error": summary(error)}
     if variant in VARIANTS and variant != "plain":
-        result["predicted_gib"] = round(_predicted(bench, variant) / 2**30, 1)
-    flops = flops_of(bench.work)
-    rate = result["samples_per_s"] * flops.total / 1e12
-    return result | {"useful_tflops": round(rate, 3), "share_of_limit": round(rate / limit, 4)}
+        result["predicted_gib"] = round(predicted(bench.work, variant, bench.device.cuda) / 2**30, 1)
+    return result | shares(bench.work, result["samples_per_s"], limit)
 
 
-def _predicted(bench: Bench, variant: str) -> int:
-    """Bytes that a variant takes at most, by trainer/memory.py."""
-    work, cuda = bench.work, bench.device.cuda
+def summary(error: BaseException) -> str:
+    """An error's first line."""
+    return f"{type(error).__name__}: {error}".splitlines()[0][:300]
+
+
+def shares(work: Workload, samples_per_s: float, limit: float) -> dict[str, float]:
+    """Useful work a second, and its share of `limit` (TFLOP/s)."""
+    rate = samples_per_s * flops_of(work).total / 1e12
+    return {"useful_tflops": round(rate, 3), "share_of_limit": round(rate / limit, 4)}
+
+
+def predicted(work: Workload, variant: str, cuda: bool) -> int:
+    """Bytes that a variant other than `plain` takes at most, by trainer/memory.py."""
     size = memory.TargetSize.of(target_config(work.shape))
     shape = memory.Shape(work.batch, work.sequence, work.anchors)
-    how = (bench.dtype.itemsize, variant != "eager", cuda)
+    how = (compute_dtype(cuda).itemsize, variant != "eager", cuda)
     copy = size.linear if variant == "fp8" else 0
-    return memory.one_after_the_other(size, bench.shape, shape, *how) + copy
+    return memory.one_after_the_other(size, drafter_config(work), shape, *how) + copy
 
 
 def _report(work: Workload, device: Device) -> dict[str, Any]:

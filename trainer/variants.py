@@ -28,13 +28,18 @@ VARIANTS = ("plain", "eager", "compiled", "graphs", "fp8")
 Phases = list[tuple[str, Callable[[], object]]]
 
 
+def compute_dtype(cuda: bool) -> torch.dtype:
+    """What a bench computes in."""
+    return torch.bfloat16 if cuda else torch.float32
+
+
 class Bench:
     """A target, a batch and the ways to take one step with them. `step(variant)` makes the phases of one."""
 
     def __init__(self, work: Workload, device: Device) -> None:
         self.work = work
         self.device = device
-        self.dtype = torch.bfloat16 if device.cuda else torch.float32
+        self.dtype = compute_dtype(device.cuda)
         self.shape = drafter_config(work)
         self.target = self._make_target()
         self._layers = self.target.plain_layers

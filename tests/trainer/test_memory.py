@@ -198,7 +198,7 @@ def test_the_height_of_a_bench_step() -> None:
         made = Bench(work, Device(CPU))
         for phase in 2 * [run for _, run in made.step("eager")]:
             phase()
-    assert bench._predicted(made, "eager") == pytest.approx(live.peak, rel=0.1)
+    assert bench.predicted(made.work, "eager", cuda=False) == pytest.approx(live.peak, rel=0.1)
 
 
 @pytest.mark.parametrize("work", WORKS)
