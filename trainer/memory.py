@@ -256,8 +256,14 @@ def shapes_of(plan: Plan, rows: int = 0, anchors: int = 0, length: int = 0) -> l
 
 
 def free_bytes(device: torch.device) -> int | None:
-    """What a device has free; None where nothing can say."""
-    return torch.cuda.mem_get_info(device)[0] if device.type == "cuda" else None
+    """What a device has for a run that has not begun; None where nothing can say.
+
+    What this process holds there counts as free: it is a target that was measured and will be used (`probe.KeptTargets`), and
+    a prediction has it among its weights.
+    """
+    if device.type != "cuda":
+        return None
+    return torch.cuda.mem_get_info(device)[0] + torch.cuda.memory_reserved(device)
 
 
 FreeBytes = Callable[[torch.device], int | None]

@@ -235,6 +235,14 @@ def _plan(targets: int, drafters: int, colocated: bool = False, **train_section:
     )  # fmt: skip
 
 
+def test_what_this_process_holds_is_free_for_its_run(monkeypatch: pytest.MonkeyPatch) -> None:
+    """A target that was measured stays where it will be used: its weights are not to be asked for a second time."""
+    monkeypatch.setattr(torch.cuda, "mem_get_info", lambda device: (70 << 30, 141 << 30))
+    monkeypatch.setattr(torch.cuda, "memory_reserved", lambda device: 64 << 30)
+    assert memory.free_bytes(torch.device("cuda", 0)) == 134 << 30
+    assert memory.free_bytes(torch.device("cpu")) is None
+
+
 @pytest.fixture
 def free(monkeypatch: pytest.MonkeyPatch) -> dict[str, float]:
     """Each GPU has free["GiB"] free."""
