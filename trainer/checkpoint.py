@@ -83,7 +83,8 @@ def save(
     record: dict[str, Any],
     keep: int,
 ) -> Path:
-    """Write the checkpoint of `step` and delete all but the `keep` newest. Returns its folder.
+    """Write the checkpoint of `step` and delete all but the `keep` newest up to it (later ones are another history's, which
+    began anew before them). Returns its folder.
 
     Everything is written to a hidden folder, flushed to the disk, and renamed: whatever interrupts it, every folder
     named step-* is complete. Older ones go only afterwards.
@@ -111,7 +112,7 @@ def save(
         except BaseException:
             shutil.rmtree(temporary, ignore_errors=True)
             raise
-        for _, path in _steps(folder)[keep:]:
+        for _, path in [(at, path) for at, path in _steps(folder) if at <= step][keep:]:
             # Out of sight first, so that a half-deleted folder never has a checkpoint's name.
             path.rename(folder / f".old-{path.name}")
         _sweep(folder)
@@ -162,9 +163,10 @@ def _hash(path: Path) -> str:
 
 
 def _sweep(folder: Path) -> None:
-    """Remove what an interrupted save left, and what a finished one put aside."""
+    """Remove what an interrupted save left, and what a finished one put aside; what can't go now (NFS keeps the folder of a
+    file that somebody reads) goes with the next."""
     for path in [*folder.glob(".tmp-step-*"), *folder.glob(".old-step-*")]:
-        shutil.rmtree(path)
+        shutil.rmtree(path, ignore_errors=True)
 
 
 def _steps(folder: Path) -> list[tuple[int, Path]]:

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import errno
 import json
 import os
 import resource
@@ -9,6 +10,7 @@ import subprocess
 import sys
 import textwrap
 from pathlib import Path
+from typing import Any
 
 import pytest
 import torch
@@ -77,6 +79,37 @@ def test_keeps_the_newest(tmp_path: Path) -> None:
         _save(tmp_path, step, keep=3)
     folder = tmp_path / "checkpoints"
     assert sorted(p.name for p in folder.iterdir()) == ["step-00000020", "step-00000030", "step-00000040"]
+
+
+def test_what_is_saved_stays_beside_later_ones(tmp_path: Path) -> None:
+    """A run that goes on from an early checkpoint, or begins anew, where a longer one has been."""
+    for step in (10, 20, 30):
+        _save(tmp_path, step, keep=3)
+    for step in (5, 15):
+        assert _save(tmp_path, step, keep=1).is_dir()
+    names = sorted(p.name for p in (tmp_path / "checkpoints").iterdir())
+    assert names == ["step-00000015", "step-00000020", "step-00000030"]
+
+
+def test_what_cannot_be_removed_ends_no_run(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    """As on NFS, where the folder of a file that somebody reads can't go yet."""
+    rmdir = os.rmdir
+    read = {"now": True}
+
+    def busy(path: Any, *args: Any, **kwargs: Any) -> None:
+        if read["now"]:
+            raise OSError(errno.ENOTEMPTY, "Directory not empty", str(path))
+        rmdir(path, *args, **kwargs)
+
+    monkeypatch.setattr(os, "rmdir", busy)
+    for step in (10, 20, 30):
+        _save(tmp_path, step, keep=1)
+    found = checkpoint.latest(tmp_path, _refused)
+    assert found is not None
+    assert found.step == 30
+    read["now"] = False
+    _save(tmp_path, 40, keep=1)
+    assert [p.name for p in (tmp_path / "checkpoints").iterdir()] == ["step-00000040"]
 
 
 def test_a_step_saved_again_replaces_the_former(tmp_path: Path) -> None:
