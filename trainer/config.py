@@ -7,6 +7,7 @@ from __future__ import annotations
 
 import dataclasses
 import difflib
+import math
 import sys
 import types
 import typing
@@ -21,7 +22,6 @@ else:
 
 BUNDLED = "bundled:"
 """Prefix of paths that name files shipped with the trainer, below `trainer/profiles/`."""
-
 
 _WORDS = {bool: "true or false", int: "a whole number", float: "a number", str: "a string"}
 """Types of TOML values, for people."""
@@ -252,15 +252,16 @@ def _check(config: Config, source: str) -> None:
         (d.block_size >= 2, "drafter.block_size", "at least 2"),
         (d.layers >= 1, "drafter.layers", "at least 1"),
         (d.feature_layers >= 1, "drafter.feature_layers", "at least 1"),
+        (d.mask_token_id >= -1, "drafter.mask_token_id", "a token's id, or -1"),
         (config.data.max_length >= 16, "data.max_length", "at least 16 tokens"),
         (config.data.packing in ("auto", "on", "off"), "data.packing", "auto, on or off"),
         (config.data.bucket_count >= 1, "data.bucket_count", "at least 1"),
         (t.steps >= 0, "train.steps", "0 or more"),
-        (t.epochs > 0, "train.epochs", "above 0"),
+        (0 < t.epochs < math.inf, "train.epochs", "above 0"),
         (t.batch_size >= 1, "train.batch_size", "at least 1"),
         (t.anchors >= 1, "train.anchors", "at least 1"),
         (t.loss in ("ce-decay", "ce-dpace"), "train.loss", "ce-decay or ce-dpace"),
-        (t.learning_rate > 0, "train.learning_rate", "above 0"),
+        (0 < t.learning_rate < math.inf, "train.learning_rate", "above 0"),
         (0 <= t.warmup_share < 1, "train.warmup_share", "from 0 to below 1"),
         (t.nonfinite in ("stop", "skip"), "train.nonfinite", "stop or skip"),
         (t.log_every >= 1, "train.log_every", "at least 1"),
@@ -270,12 +271,13 @@ def _check(config: Config, source: str) -> None:
         (0 <= t.dpace_alpha <= 1, "train.dpace_alpha", "from 0 to 1"),
         (0 <= t.adam_beta1 < 1, "train.adam_beta1", "from 0 to below 1"),
         (0 <= t.adam_beta2 < 1, "train.adam_beta2", "from 0 to below 1"),
-        (t.weight_decay >= 0, "train.weight_decay", "0 or more"),
+        (0 <= t.weight_decay < math.inf, "train.weight_decay", "0 or more"),
+        (0 <= t.seed < 1 << 63, "train.seed", "from 0 to 2^63 - 1"),
         (t.clip >= 0, "train.clip", "0 or more"),
         (config.evaluate.count >= 0, "evaluate.count", "0 or more"),
         (config.evaluate.temperature >= 0, "evaluate.temperature", "0 or more"),
         (config.evaluate.max_new_tokens >= 1, "evaluate.max_new_tokens", "at least 1"),
-        (config.nodes.timeout > 0, "nodes.timeout", "above 0"),
+        (0 < config.nodes.timeout <= 7 * 86400, "nodes.timeout", "above 0, and a week at most"),
         (v.cpu_threads >= 0, "devices.cpu_threads", "0 or more"),
         (v.topology in ("split", "colocated", "auto"), "devices.topology", "split, colocated or auto"),
         (

@@ -1,6 +1,7 @@
 """The training configuration: what is refused, and that every key says what it means."""
 
 import dataclasses
+import math
 import re
 from pathlib import Path
 
@@ -61,6 +62,10 @@ WRONG = [
     ("train", "learning_rate", 0),
     ("train", "warmup_share", 1),
     ("train", "weight_decay", -1),
+    *[("train", key, math.inf) for key in ("epochs", "learning_rate", "weight_decay")],
+    *[("train", "seed", seed) for seed in (-1, 1 << 63)],
+    *[("nodes", "timeout", seconds) for seconds in (math.inf, 1e18)],
+    ("drafter", "mask_token_id", -2),
     ("train", "adam_beta1", 1),
     ("train", "adam_beta2", -0.1),
     ("train", "clip", -1),
