@@ -104,7 +104,7 @@ def _message(raw: Any, where: str, role_key: str, text_key: str) -> Message:
     role = ROLES.get(name.lower())
     if role is None:
         raise RowError("unknown role", f"`{where}.{role_key}` is {name!r}; known: {', '.join(ROLES)}")
-    if raw.get("tool_calls"):
+    if raw.get("tool_calls") or raw.get("function_call"):  # the latter in older data
         raise RowError("tool calls", f"`{where}` calls tools, and only text is learned from")
     message = {"role": role, "content": _filled(raw.get(text_key), f"{where}.{text_key}")}
     thoughts = next((raw[key] for key in REASONING if raw.get(key)), None)

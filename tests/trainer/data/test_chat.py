@@ -66,6 +66,7 @@ BAD_ROWS = [
     (turn(content=["x"]), "wrong type", "text part"),
     (turn(content="\ud800"), "not UTF-8", "surrogate"),
     (turn(tool_calls=[{"name": "f"}]), "tool calls", "calls tools"),
+    (turn(function_call={"name": "f"}), "tool calls", "calls tools"),
     ({"messages": [USER]}, "no assistant turn", "nothing"),
     ({"messages": [REPLY]}, "role order", "message 0 is assistant where user"),
     ({"messages": [SYSTEM, USER, USER, REPLY]}, "role order", "message 2 is user where assistant"),
