@@ -25,6 +25,7 @@ from torch import Tensor
 
 from trainer.config import ConfigError
 from trainer.pipeline.channel import Stopped
+from trainer.pipeline.crew import HANDLED_EVERY
 from trainer.pipeline.sums import CHUNK, sum_in_pairs
 
 T = TypeVar("T")
@@ -300,7 +301,8 @@ class Nodes:
         with self._changed:
             self._pending += 1
             threading.Thread(target=run, name="nodes", daemon=True).start()
-            self._changed.wait_for(lambda: outcome or self._aborted)
+            while not (outcome or self._aborted):
+                self._changed.wait(HANDLED_EVERY)
             if self._aborted:
                 raise Stopped
         value, error = outcome[0]

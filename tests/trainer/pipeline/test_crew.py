@@ -12,6 +12,7 @@ import torch
 from trainer.events import Events
 from trainer.pipeline.channel import Stopped
 from trainer.pipeline.crew import Crew, Worker
+from trainer.pipeline.nodes import Nodes
 from trainer.runtime.devices import Device
 
 CPU = Device(torch.device("cpu"))
@@ -94,6 +95,27 @@ def test_a_failure_after_the_end_is_not_one() -> None:
     crew.stop()
     crew.fail("target-0", "cpu", 1, RuntimeError("late"))
     assert crew.failure is None
+
+
+@pytest.mark.parametrize("what", ["workers", "other nodes"])
+def test_nothing_is_waited_for_without_an_end(what: str, monkeypatch: pytest.MonkeyPatch) -> None:
+    """Python hands a signal to the main thread between two of its instructions: one that comes just before a wait waits too."""
+    begun, waits = time.monotonic(), []
+    crew, nodes = _crew(io.StringIO()), Nodes(0, 2)
+    wait = threading.Condition.wait
+
+    def noted(self: threading.Condition, timeout: float | None = None) -> bool:
+        if self in (crew._changed, nodes._changed):
+            waits.append(timeout)
+        return wait(self, timeout)
+
+    monkeypatch.setattr(threading.Condition, "wait", noted)
+    if what == "workers":
+        crew.wait(lambda: time.monotonic() > begun + 0.1)
+    else:
+        assert nodes._call(lambda: time.sleep(0.1) or "done") == "done"
+    assert waits
+    assert all(timeout is not None and timeout <= 1 for timeout in waits)
 
 
 def test_join_is_bounded_and_names_who_hangs() -> None:
