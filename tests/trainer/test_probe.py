@@ -2,6 +2,8 @@
 
 from __future__ import annotations
 
+import os
+import signal
 import threading
 from pathlib import Path
 from typing import Any
@@ -12,8 +14,10 @@ import torch
 from tests.trainer.pipeline.runs import arguments, events, make_dataset, make_target, write_config
 from trainer import memory, probe, train
 from trainer.config import ConfigError, DevicesConfig
+from trainer.events import Events
 from trainer.modeling.target import Target
 from trainer.pipeline.balance import Costs, Placement
+from trainer.pipeline.crew import Crew, Worker
 from trainer.pipeline.training import Training
 
 
@@ -131,6 +135,31 @@ def test_what_fails_while_measuring_is_told_once(
     out, err = capsys.readouterr()
     assert (out + err).count("RuntimeError: no such kernel") == 2, "one traceback, one line of the run's"
     assert events(tmp_path / "run", "failed")[0]["error"] == "RuntimeError: no such kernel"
+
+
+def test_a_worker_that_hangs_while_measuring_does_not_keep_the_process(
+    tmp_path: Path, parts: tuple[Path, Path], monkeypatch: pytest.MonkeyPatch, four: list[str]
+) -> None:
+    """SIGTERM while a target loads (or compiles) for the measurement."""
+    free, left = threading.Event(), []
+
+    def hang(*args: Any) -> Target:
+        os.kill(os.getpid(), signal.SIGTERM)
+        free.wait()
+        raise RuntimeError("late")
+
+    def leave(self: Crew, hung: list[Worker], code: int) -> None:
+        left.append(([worker.name for worker in hung], code))
+
+    monkeypatch.setattr(Target, "load", hang)
+    monkeypatch.setattr(Crew.join, "__defaults__", (0.1,))
+    monkeypatch.setattr(Crew, "leave_hung", leave)
+    try:
+        assert _run(tmp_path, parts, "run", devices=AUTO) == 143
+    finally:
+        free.set()
+        Crew(Events(None, None)).join(60)
+    assert left == [(["drafter-0"], 143)], "colocated: it is both"
 
 
 def test_without_room_for_both_they_are_split(

@@ -532,8 +532,8 @@ def test_a_hung_worker_does_not_keep_the_process(tmp_path: Path, process_of: Pro
         Producer.deliver = hang
         whole = crew.Crew.join
         def join(self):  # all others are to leave, however slow the machine; then it is the hung one's turn
-            for worker in self._workers:
-                if worker.name != "target-1":
+            for worker in threading.enumerate():
+                if isinstance(worker, crew.Worker) and worker.name != "target-1":
                     worker.join()
             return whole(self, 0.5)
         crew.Crew.join = join

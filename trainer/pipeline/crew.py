@@ -37,7 +37,6 @@ class Crew:
         self.failed_step = 0
         self.reason = ""  # who failed and why, in one line
         self._plain = plain
-        self._workers: list[Worker] = []
         self._closers: list[Callable[[], None]] = []
         self._changed = threading.Condition()
         self._stopping = False
@@ -48,7 +47,6 @@ class Crew:
         return self._stopping
 
     def add(self, worker: Worker) -> None:
-        self._workers.append(worker)
         worker.start()
 
     def on_stop(self, close: Callable[[], None]) -> None:
@@ -122,11 +120,15 @@ class Crew:
             self._changed.notify_all()
 
     def join(self, seconds: float = JOIN_SECONDS) -> list[Worker]:
-        """Wait for all to leave, `seconds` in all; returns those that did not."""
+        """Wait for all to leave, `seconds` in all; returns those that did not.
+
+        All of the process: an earlier crew, which measured, may have left some behind.
+        """
         deadline = time.monotonic() + seconds
-        for worker in self._workers:
+        workers = [thread for thread in threading.enumerate() if isinstance(thread, Worker)]
+        for worker in workers:
             worker.join(max(0.0, deadline - time.monotonic()))
-        return [worker for worker in self._workers if worker.is_alive()]
+        return [worker for worker in workers if worker.is_alive()]
 
     def leave_hung(self, hung: list[Worker], code: int) -> None:
         """End the process although threads hang: say which, dump every stack, flush, exit without them."""
