@@ -12,7 +12,7 @@ from dflashctl.diagnose import Diagnosis
 from dflashctl.diagnose.model import VerdictName
 from dflashctl.failure import examine
 from dflashctl.snapshot import Snapshot, text
-from dflashctl.status import Verdict
+from dflashctl.verdict import Verdict
 
 VERDICTS: dict[str, VerdictName] = {
     "launching": "warming",

@@ -15,8 +15,9 @@ from typing import TYPE_CHECKING, Any, TypeVar
 from dflashctl.errors import ContainerError, UnreachableError
 from dflashctl.follow import pauses
 from dflashctl.snapshot import Snapshot
-from dflashctl.status import ENDED, Verdict, judge
+from dflashctl.status import judge
 from dflashctl.transport.hostkeys import HostKeyError
+from dflashctl.verdict import ENDED, Verdict
 
 if TYPE_CHECKING:
     from dflashctl.remote.session import Session

@@ -9,9 +9,10 @@ import pytest
 
 from dflashctl import casefile
 from dflashctl.cli.diagnose import exit_code
+from dflashctl.diagnose.model import STOPPED_BY_US
 from dflashctl.remote import supervisor
 from dflashctl.snapshot import Snapshot
-from dflashctl.status import STOPPED_BY_US, judge
+from dflashctl.status import judge
 from tests.diagnose.report import CONTRACT
 from tests.test_status import FIXTURES
 

@@ -82,7 +82,19 @@ def test_the_events_are_all_there():
 
 
 BELOW = {
-    "dflashctl": ("cli", "render", "watch", "status", "diagnose", "remote", "transport", "config", "errors"),
+    "dflashctl": (
+        "cli",
+        "render",
+        "watch",
+        "status",
+        "vitals",
+        "verdict",
+        "diagnose",
+        "remote",
+        "transport",
+        "config",
+        "errors",
+    ),
     "trainer": ("train", "probe", "memory", "pipeline", "runtime", "modeling", "kernels", "config"),
 }
 """Parts of which none imports one that stands before it, as the architecture has the flow."""

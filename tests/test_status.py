@@ -10,11 +10,13 @@ import pytest
 from hypothesis import given, settings
 from hypothesis import strategies as st
 
+from dflashctl.diagnose.model import STOPPED_BY_US
 from dflashctl.errors import ExitCode
 from dflashctl.pace import stall_limit
 from dflashctl.remote import supervisor
 from dflashctl.snapshot import Snapshot
-from dflashctl.status import EXIT_CODES, STOPPED_BY_US, judge
+from dflashctl.status import judge
+from dflashctl.verdict import EXIT_CODES
 
 FIXTURES = {
     p.stem: json.loads(p.read_text()) for p in (Path(__file__).parent / "render/snapshots").glob("*.json")

@@ -4,9 +4,9 @@ from __future__ import annotations
 
 import pytest
 
+from dflashctl.diagnose.model import STOPPED_BY_US
 from dflashctl.errors import NotFoundError
 from dflashctl.remote.session import Session
-from dflashctl.status import STOPPED_BY_US
 from dflashctl.stop import stop
 from tests.running import Runner, runner, session, wait_for
 

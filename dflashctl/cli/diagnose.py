@@ -140,7 +140,7 @@ def _of_run(
 
     from dflashctl import casefile
     from dflashctl.cli import seen
-    from dflashctl.cli.status import stacks_of, with_kernel
+    from dflashctl.cli.look import stacks_of, with_kernel
     from dflashctl.watch import DIAGNOSED_LINES, Watcher
 
     with Watcher(place.session, run) as watcher:

@@ -122,7 +122,7 @@ def _profile(session: Session, place: Place, config: Path | None, resume: str | 
 
 def _wait(place: Place, session: Session, run_id: str, seconds: float) -> int:
     """Watch the new run; the session that launched it asks the questions."""
-    from dflashctl.cli.status import watch
+    from dflashctl.cli.look import final_look
     from dflashctl.render import launch as screens
     from dflashctl.render import status, terminal
     from dflashctl.render.ladder import Ladder
@@ -135,7 +135,7 @@ def _wait(place: Place, session: Session, run_id: str, seconds: float) -> int:
     ladder = Ladder(messages, seconds, skip_reached=False)
     try:
         with Watcher(lambda: sessions.pop() if sessions else place.session(), run_id) as watcher:
-            look = watch(watcher, seconds, False, status.DEFAULT_LINES, ladder)
+            look = final_look(watcher, seconds, False, status.DEFAULT_LINES, ladder)
     except KeyboardInterrupt:
         return detached(place, run_id)
     if look.verdict.state in ("training", "evaluating", "finished"):

@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from typing import TYPE_CHECKING, Annotated, Any, Optional
+from typing import Annotated, Optional
 
 import typer
 
@@ -16,13 +16,6 @@ from dflashctl.cli.options import (
     WaitOption,
 )
 from dflashctl.errors import ExitCode
-
-if TYPE_CHECKING:
-    from dflashctl.cli.reach import Place
-    from dflashctl.render.ladder import Ladder
-    from dflashctl.snapshot import Snapshot
-    from dflashctl.status import Verdict
-    from dflashctl.watch import Look, Watcher
 
 
 def status(
@@ -45,6 +38,7 @@ def status(
 ) -> int:
     """Say whether a run lives, what it does, and what to do next. The exit code is the verdict."""
     from dflashctl.cli import reach, seen
+    from dflashctl.cli.look import final_look, stacks_of, with_kernel
     from dflashctl.render import jsonout, terminal
     from dflashctl.render import status as screens
     from dflashctl.render.ladder import Ladder
@@ -55,7 +49,7 @@ def status(
     ladder = None if json else Ladder(terminal.stderr(), wait or 0.0, skip_reached=True)
     try:
         with Watcher(place.session, run) as watcher:
-            look = watch(watcher, wait, full, screens.DEFAULT_LINES if lines is None else lines, ladder)
+            look = final_look(watcher, wait, full, screens.DEFAULT_LINES if lines is None else lines, ladder)
             held = stacks_of(watcher, stacks) if stacks or look.verdict.state == "stalled" else {}
     except KeyboardInterrupt:
         return detached(place, run) if wait else ExitCode.INTERRUPTED
@@ -73,68 +67,3 @@ def status(
 
             out.print(stack_screens.screen(held, out))
     return verdict.exit_code
-
-
-def with_kernel(place: Place, look: Look) -> tuple[Snapshot, Verdict]:
-    """The look at a failed or stalled run in a container, judged again with what its host's kernel says, if it can be read."""
-    from dataclasses import replace
-
-    from dflashctl import kernel
-    from dflashctl.config import PctHost
-    from dflashctl.errors import DflashError
-    from dflashctl.status import judge
-
-    snapshot, verdict = look.snapshot, look.verdict
-    if verdict.state not in ("failed", "lost", "stalled") or not isinstance(place.host, PctHost):
-        return snapshot, verdict
-    state = snapshot.state
-    try:
-        with place.parent() as transport:
-            lines, why = kernel.read(transport, state.started if state else None)
-    except DflashError as error:
-        lines, why = [], error.message
-    if why:
-        return snapshot, replace(
-            verdict, notes=(*verdict.notes, f"the host's kernel log was not read: {why}")
-        )
-    mine = kernel.ours(lines, place.host.vmid, [f"dflash-{snapshot.run_id}.service"])
-    if not mine:
-        return snapshot, verdict
-    snapshot = replace(snapshot, kernel=tuple(mine))
-    return snapshot, judge(snapshot)
-
-
-def stacks_of(watcher: Watcher, asked: bool) -> dict[str, Any]:
-    """The run's stacks; where nobody asked for them, why they can't be had is a line, not an error."""
-    from dflashctl.errors import DflashError
-
-    try:
-        return watcher.stacks()
-    except DflashError as error:
-        if asked:
-            raise
-        return {"dumps": [], "unread": [error.message]}
-
-
-def watch(watcher: Watcher, wait: float | None, full: bool, lines: int, ladder: Ladder | None) -> Look:
-    """The final look at a run, after a wait where one is asked for; the ladder shows the way there."""
-    import time
-
-    from dflashctl.watch import Look
-
-    if not wait:
-        return watcher.look(lines, None, time.monotonic())
-    look = None
-    try:
-        for seen in watcher.watch(wait, full, lines):
-            if isinstance(seen, Look):
-                look = seen
-                if ladder is not None:
-                    ladder.update(seen)
-            elif ladder is not None:
-                ladder.notice(f"{seen.text}; connecting again")
-    finally:
-        if ladder is not None:
-            ladder.finish()
-    assert look is not None  # watch() yields a final look or raises
-    return look

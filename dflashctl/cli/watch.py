@@ -44,7 +44,7 @@ def watch(
 ) -> int:
     """Keep a run's status in sight until it ends. The exit code is its verdict; Ctrl-C detaches, the run goes on."""
     from dflashctl.cli import reach, seen
-    from dflashctl.cli.status import with_kernel
+    from dflashctl.cli.look import with_kernel
     from dflashctl.render import terminal
     from dflashctl.render import watch as views
     from dflashctl.watch import Look, Watcher

@@ -11,7 +11,7 @@ from typing import TYPE_CHECKING, Any
 from dflashctl.errors import DflashError
 from dflashctl.render.terminal import stdout
 from dflashctl.snapshot import Snapshot
-from dflashctl.status import Verdict
+from dflashctl.verdict import Verdict
 
 if TYPE_CHECKING:
     from dflashctl.render.runs import HostRuns

@@ -10,7 +10,7 @@ from dflashctl.render.status import COLOURS
 from dflashctl.render.terminal import Terminal
 from dflashctl.render.text import crop, harmless, pad, width
 from dflashctl.snapshot import Snapshot, finite, text
-from dflashctl.status import Verdict
+from dflashctl.verdict import Verdict
 from dflashctl.words import count, duration, loss
 
 TITLES = ("RUN", "HOST", "STATE", "STEP", "LOSS", "ACCEPT", "RATE", "AGE")

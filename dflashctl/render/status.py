@@ -14,7 +14,7 @@ from dflashctl.render.gpus import gpu_lines
 from dflashctl.render.terminal import Terminal
 from dflashctl.render.text import crop, harmless, pad, width, wrap
 from dflashctl.snapshot import Snapshot, Step, finite, text, whole
-from dflashctl.status import ENDED, Verdict
+from dflashctl.verdict import ENDED, Verdict
 from dflashctl.words import count, duration, loss
 
 COLOURS = {
