@@ -64,6 +64,18 @@ def test_the_exit_codes_are_all_there():
     assert codes == sorted(map(int, ExitCode))
 
 
+def test_the_tree_names_every_module_at_the_top_and_everything_over_there():
+    tree = ARCHITECTURE[ARCHITECTURE.index("    dflashctl/ ") : ARCHITECTURE.index("Data flows one way")]
+    folders = [ROOT / "dflashctl", ROOT / "trainer", ROOT / "dflashctl/remote", ROOT / "dflashctl/transport"]
+    modules = {file.name for folder in folders for file in folder.glob("[!_]*.py")} - {"lazyinvoke.py"}
+    assert modules == {name for name in re.findall(r"\w+\.py", tree) if name in modules}
+    named = set(re.findall(r"\b(\w+\.py)", tree))
+    existing = {
+        file.name for package in ("dflashctl", "trainer", "tests") for file in (ROOT / package).rglob("*.py")
+    }
+    assert named <= existing
+
+
 def test_the_agents_methods_are_all_there():
     table = ARCHITECTURE[ARCHITECTURE.index("| method | params") : ARCHITECTURE.index("standing: `starting")]
     listed = set(re.findall(r"^\| (\w+) \|", table, re.MULTILINE)) - {"method"}
