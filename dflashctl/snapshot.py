@@ -196,9 +196,8 @@ class Log:
     mtime: float | None = None
     lines: tuple[str, ...] = ()
     first_line: int | None = None  # 1-based number of lines[0] in the file, where known
-    begun: int | None = (
-        None  # byte that line 1 begins at, where the log is too long for its lines to be numbered
-    )
+    # byte that line 1 begins at, where the log is too long for its lines to be numbered
+    begun: int | None = None
     unread: str = ""
 
     @classmethod

@@ -40,7 +40,6 @@ DIAGNOSED_LINES = 2000
 FURTHER_LINES = 50_000
 """Log lines fetched where those don't tell what it failed of, and there are more."""
 
-
 GPU_FRESH = 10.0
 """Seconds for which GPU figures do while a run is kept in sight: nvidia-smi costs more than all else of a question."""
 

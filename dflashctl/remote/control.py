@@ -61,9 +61,8 @@ def unit_argv(run_id, run_dir, python, grace):
     }
     options = [f"--property={name}={value}" for name, value in properties.items()]
     head = ["systemd-run", "--quiet", f"--unit={unit_name(run_id)}", f"--description=dflash run {run_id}"]
-    program = [
-        word.replace("$", "$$") for word in supervisor_argv(run_dir, python)
-    ]  # systemd expands variables
+    # systemd expands variables
+    program = [word.replace("$", "$$") for word in supervisor_argv(run_dir, python)]
     return [*head, *options, *program]
 
 
@@ -159,9 +158,7 @@ def start_unit(run_id, run_dir, grace):
     try:
         done = systemd(unit_argv(run_id, run_dir, sys.executable, grace), 20)
     except subprocess.TimeoutExpired:
-        return (
-            ""  # systemd is slow, not unwilling: the unit may still come, so no second supervisor is started
-        )
+        return ""  # systemd is slow, not unwilling: the unit may still come, so no other is started
     if done.returncode == 0:
         return ""
     why = done.stderr.decode("utf-8", "replace").strip() or f"exit code {done.returncode}"
@@ -207,9 +204,8 @@ def await_takeover(run_dir):
         f": {said.splitlines()[-1]}" if said else ""
     )
     with contextlib.suppress(OSError):
-        os.unlink(
-            os.path.join(run_dir, "start.json")
-        )  # holds secrets, and a supervisor that is late must not start
+        # it holds secrets, and a supervisor that is late must not start
+        os.unlink(os.path.join(run_dir, "start.json"))
     state = state or supervisor.new_state(os.path.basename(run_dir), None)
     state.update(status="exited", ended=time.time(), error=error)
     supervisor.write_json(os.path.join(run_dir, "state.json"), state)
@@ -261,7 +257,7 @@ def end_unsupervised(run_dir, state, request, pause):
         ended=now,
         updated=now,
         stop_requested=request["requested"],
-        stopped_by="dflashctl stop",
+        stopped_by=supervisor.ASKED,
     )
     state["error"] = "its supervisor was gone when it was stopped, so its exit code is not known"
     supervisor.write_json(os.path.join(run_dir, "state.json"), state)

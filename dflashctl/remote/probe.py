@@ -29,7 +29,6 @@ TREE_FRESH = 2.0
 START_PATIENCE = 30.0
 """Seconds after which a run that no supervisor took over counts as lost."""
 
-
 WHOLE = ("pid", "pgid", "pid_start_ticks", "supervisor_pid", "supervisor_start_ticks")
 TIMES = ("started", "updated", "ended", "stop_requested")
 """Fields of state.json that hold a whole number, or a time; or null."""

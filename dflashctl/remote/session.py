@@ -151,9 +151,8 @@ class Session:
         program = zlib.compress(json.dumps({"nonce": nonce, "modules": _sources()}).encode(), 6)
         self._channel = self.transport.open(agent_argv(self.python, self.path), timeout=self.timeout)
         try:
-            with contextlib.suppress(
-                BrokenPipeError
-            ):  # it ended before it read anything; its stderr says why
+            # it may end before it reads anything; its stderr says why
+            with contextlib.suppress(BrokenPipeError):
                 self._channel.write(b"%08d" % len(program) + program)
             frame = self._frame(begun + self.timeout)
             if frame is None or "begin" not in frame:
@@ -214,7 +213,6 @@ class Session:
                     yield frame["item"]
         except (ConnectionLostError, KeyboardInterrupt):  # who wants to leave does not wait for a farewell
             done = True
-            self.close()
             self.close()
             raise
         finally:
@@ -345,9 +343,8 @@ class Session:
             return PreflightError(
                 f"{self.python} on {self.transport.label} did not run dflashctl's agent: it ended with exit code "
                 f"{result.exit_code}",
-                where=error.where
-                if len(error.where) < 300
-                else f"{error.where[:300]} ...",  # our program, echoed
+                # cut: it may be our program, echoed
+                where=error.where if len(error.where) < 300 else f"{error.where[:300]} ...",
                 hint="set `python` of this host in hosts.toml to a Python with the trainer's packages; if it is one, log in "
                 "there and run it",
             )

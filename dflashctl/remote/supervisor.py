@@ -1,7 +1,9 @@
 """Runs one trainer to its end and records, in state.json, what became of it.
 
 Copied into the run's folder and started as `python -I -u supervisor.py RUN_DIR`, under a systemd unit or in a session of its
-own. Standard library only, Python >= 3.9, Linux. The facts about processes and cgroups that the agent needs too live here.
+own: a run keeps the supervisor that it began with, whatever version comes after it. So it is one file that imports nothing of
+ours, and what it shares with the agent (processes, cgroups, files that can be trusted) lives here, not beside it. Standard
+library only, Python >= 3.9, Linux.
 """
 
 import contextlib
@@ -29,7 +31,9 @@ RESERVE = 16384
 JSON_LIMIT = 4 * 1024 * 1024
 """Characters of a JSON file that are read; ours are a few thousand long."""
 
+ASKED = "dflashctl stop"
 OUTSIDE = "a signal from outside (shutdown of the machine, or systemctl stop)"
+"""Who asked for a stop; dflashctl/diagnose/model.py knows the first by these words."""
 
 PR_SET_CHILD_SUBREAPER = 36
 SIGNALS = {signal.SIGTERM, signal.SIGINT, signal.SIGHUP, signal.SIGCHLD}
@@ -261,9 +265,7 @@ class Supervisor:
         return os.path.join(self.dir, name)
 
     def run(self):
-        signal.pthread_sigmask(
-            signal.SIG_BLOCK, SIGNALS
-        )  # they are fetched with sigtimedwait, so none is ever missed
+        signal.pthread_sigmask(signal.SIG_BLOCK, SIGNALS)  # fetched with sigtimedwait, so none is ever missed
         with contextlib.suppress(OSError, AttributeError):
             ctypes.CDLL(None).prctl(PR_SET_CHILD_SUBREAPER, 1, 0, 0, 0)  # orphans of the trainer come to us
         with contextlib.suppress(OSError), open(self.path(".reserve"), "wb") as file:
@@ -361,7 +363,7 @@ class Supervisor:
         if self.deadline is not None:
             return
         request = read_json(self.path("stop.json")) or {}
-        self.state["stopped_by"] = "dflashctl stop" if request else OUTSIDE
+        self.state["stopped_by"] = ASKED if request else OUTSIDE
         self.state["stop_requested"] = request.get("requested") or time.time()
         self.deadline = time.monotonic() + float(request.get("grace", self.grace))
         self.beat()

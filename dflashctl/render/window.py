@@ -64,9 +64,8 @@ class Window:
     def draw(self) -> None:
         """Draw the frame that fits the window now, in one write, each line over what stood there."""
         columns, rows = size = self._size()
-        wipe = (
-            "\x1b[2J" if size != self._drawn_at else ""
-        )  # terminals differ in what a resize leaves standing
+        # terminals differ in what a resize leaves standing
+        wipe = "\x1b[2J" if size != self._drawn_at else ""
         self._drawn_at = size
         lines = self._frame((columns, rows))[:rows]
         # after a line that fills its row, "erase to the end" would take its last character

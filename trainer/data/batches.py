@@ -31,9 +31,7 @@ class Batch(NamedTuple):
     input_ids: torch.Tensor  # int64 [B, S]
     loss_mask: torch.Tensor  # bool [B, S], True: an assistant token
     lengths: torch.Tensor  # int64 [B], tokens before padding
-    starts: (
-        torch.Tensor
-    )  # int64 [B, S]: where a token's document begins in its row; of padding: where it begins
+    starts: torch.Tensor  # int64 [B, S]: where a token's document begins in its row; padding counts as one
 
 
 @dataclass(frozen=True)

@@ -15,14 +15,11 @@ ROLES = {
     "model": "assistant",
 }
 
-REASONING = (
-    "reasoning_content",
-    "reasoning",
-    "thinking",
-)  # names that data sets give an assistant's thoughts
+REASONING = ("reasoning_content", "reasoning", "thinking")
+"""Names that data sets give an assistant's thoughts."""
 
-# {"role": system | user | assistant, "content": text}, and "reasoning_content" where an assistant has thoughts
 Message = dict[str, str]
+"""{"role": system | user | assistant, "content": text}, and "reasoning_content" where an assistant has thoughts."""
 
 
 class RowError(Exception):

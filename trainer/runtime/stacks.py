@@ -41,9 +41,8 @@ def answering() -> Iterator[None]:
         target=_answer, args=(waiting.makefile("rb", buffering=0),), name=NAME, daemon=True
     )
     answerer.start()
-    wakes = signal.set_wakeup_fd(
-        woken.fileno(), warn_on_full_buffer=False
-    )  # by C, in whichever thread it comes
+    # written to by C, in whichever thread the signal comes
+    wakes = signal.set_wakeup_fd(woken.fileno(), warn_on_full_buffer=False)
     before = signal.signal(ASKED, lambda number, frame: None)
     signal.siginterrupt(ASKED, False)  # no call into a library fails for it
     faulthandler.register(FORCED, _STDERR, all_threads=True)
