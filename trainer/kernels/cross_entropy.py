@@ -1,4 +1,4 @@
-"""Softmax cross-entropy of rows of logits, with its gradient written over them.
+"""Softmax cross-entropy of rows of logits, with its gradient written over them or, in 8 bits, beside them.
 
 A row is read twice (partly from the cache) and written once; nothing else as wide as the vocabulary is made.
 """
@@ -11,7 +11,39 @@ import triton
 import triton.language as tl
 from torch import Tensor
 
+from trainer.modeling.fp8 import FP8, FP8_MAX
+
 BLOCK, WARPS = 4096, 16
+
+
+@triton.jit
+def _greatest_and_log_sum(place, v, label, REST: tl.constexpr, BLOCK: tl.constexpr):
+    """The greatest logit of a row and the log of its exponentials' sum; REST: those of all but the label."""
+    # every lane keeps a maximum and a sum of its own: the warps meet once, behind the loop
+    top = tl.full((BLOCK,), -3e38, tl.float32)
+    total = tl.full((BLOCK,), 0.0, tl.float32)
+    for at in tl.range(0, v, BLOCK, num_stages=3):
+        column = at + tl.arange(0, BLOCK)
+        x = tl.load(place + column, mask=column < v, other=float("-inf")).to(tl.float32)
+        if REST:
+            x = tl.where(column == label, float("-inf"), x)
+        rise = x - top
+        e = tl.exp(-tl.abs(rise))
+        total = tl.where(rise > 0, total * e + 1.0, total + e)
+        top = tl.maximum(top, x)
+    highest = tl.max(top, 0)
+    return highest, highest + tl.log(tl.sum(total * tl.exp(top - highest), 0))
+
+
+@triton.jit
+def _none_earlier(place, label, at_label, BLOCK: tl.constexpr):
+    """Whether no logit before the label's is as great: of equally likely tokens decoding takes the first."""
+    earlier = 0
+    for before in tl.range(0, label.to(tl.int32), BLOCK):
+        rival = before + tl.arange(0, BLOCK)
+        logit = tl.load(place + rival, mask=rival < label, other=float("-inf")).to(tl.float32)
+        earlier += tl.sum((logit >= at_label).to(tl.int32), 0)
+    return earlier == 0
 
 
 @triton.jit
@@ -21,33 +53,41 @@ def _row(LOGITS, LABELS, VALID, CE, HIT, v, BLOCK: tl.constexpr):
     label = tl.load(LABELS + index)
     valid = tl.load(VALID + index) != 0
     at_label = tl.load(place + label).to(tl.float32)
-    # every lane keeps a maximum and a sum of its own: the warps meet once, behind the loop
-    top = tl.full((BLOCK,), -3e38, tl.float32)
-    total = tl.full((BLOCK,), 0.0, tl.float32)
-    for at in tl.range(0, v, BLOCK, num_stages=3):
-        column = at + tl.arange(0, BLOCK)
-        x = tl.load(place + column, mask=column < v, other=float("-inf")).to(tl.float32)
-        rise = x - top
-        e = tl.exp(-tl.abs(rise))
-        total = tl.where(rise > 0, total * e + 1.0, total + e)
-        top = tl.maximum(top, x)
-    highest = tl.max(top, 0)
-    lse = highest + tl.log(tl.sum(total * tl.exp(top - highest), 0))
+    highest, lse = _greatest_and_log_sum(place, v, label, False, BLOCK)
     tl.store(CE + index, tl.where(valid, lse - at_label, 0.0))
     hit = valid & (at_label >= highest)
-    if hit:  # of equally likely tokens the first is what decoding takes
-        earlier = 0
-        for before in tl.range(0, label.to(tl.int32), BLOCK):
-            rival = before + tl.arange(0, BLOCK)
-            logit = tl.load(place + rival, mask=rival < label, other=float("-inf")).to(tl.float32)
-            earlier += tl.sum((logit >= highest).to(tl.int32), 0)
-        hit = earlier == 0
+    if hit:
+        hit = _none_earlier(place, label, at_label, BLOCK)
     tl.store(HIT + index, hit)
     for at in tl.range(0, v, BLOCK, num_stages=3):
         column = at + tl.arange(0, BLOCK)
         x = tl.load(place + column, mask=column < v, other=float("-inf")).to(tl.float32)
         p = tl.exp(x - lse) - tl.where(column == label, 1.0, 0.0)
         tl.store(place + column, tl.where(valid, p, 0.0).to(LOGITS.dtype.element_ty), mask=column < v)
+
+
+@triton.jit
+def _row_fp8(LOGITS, LABELS, VALID, CE, HIT, OTHERS, SCALE, OWN, v, MOST: tl.constexpr, BLOCK: tl.constexpr):
+    index = tl.program_id(0).to(tl.int64)
+    place = LOGITS + index * v
+    label = tl.load(LABELS + index)
+    valid = tl.load(VALID + index) != 0
+    at_label = tl.load(place + label).to(tl.float32)
+    highest, rest = _greatest_and_log_sum(place, v, label, True, BLOCK)
+    more = tl.maximum(rest, at_label)
+    lse = more + tl.log(tl.exp(rest - more) + tl.exp(at_label - more))
+    tl.store(CE + index, tl.where(valid, lse - at_label, 0.0))
+    tl.store(SCALE + index, tl.where(valid, tl.exp(highest - lse) / MOST, 0.0))
+    tl.store(OWN + index, tl.where(valid, -tl.exp(rest - lse), 0.0))
+    hit = valid & (at_label >= highest)
+    if hit:
+        hit = _none_earlier(place, label, at_label, BLOCK)
+    tl.store(HIT + index, hit)
+    for at in tl.range(0, v, BLOCK, num_stages=3):
+        column = at + tl.arange(0, BLOCK)
+        x = tl.load(place + column, mask=column < v, other=float("-inf")).to(tl.float32)
+        p = tl.where(column == label, 0.0, MOST * tl.exp(x - highest))
+        tl.store(OTHERS + index * v + column, p.to(OTHERS.dtype.element_ty), mask=column < v)
 
 
 def cross_entropy_(logits: Tensor, labels: Tensor, valid: Tensor) -> tuple[Tensor, Tensor]:
@@ -64,7 +104,33 @@ def cross_entropy_(logits: Tensor, labels: Tensor, valid: Tensor) -> tuple[Tenso
     """
     assert logits.is_contiguous()
     n, v = logits.shape
-    ce = torch.empty(n, dtype=torch.float32, device=logits.device)
-    hit = torch.empty(n, dtype=torch.bool, device=logits.device)
+    ce, hit = _results(logits)
     _row[(n,)](logits, labels, valid, ce, hit, v, BLOCK=BLOCK, num_warps=WARPS)
     return ce, hit
+
+
+def cross_entropy_fp8(
+    logits: Tensor, labels: Tensor, valid: Tensor
+) -> tuple[Tensor, Tensor, Tensor, Tensor, Tensor]:
+    """As `cross_entropy_`, but the gradient comes in 8 bits beside the logits, which stay.
+
+    Returns:
+        cross-entropies and hits as there; the gradient at all tokens but the label (0 there), e4m3 `[n, V]`, and the scale of
+        each row, float32 `[n, 1]` (0 where invalid); the gradient at the label, float32 `[n]`.
+    """
+    assert logits.is_contiguous()
+    n, v = logits.shape
+    ce, hit = _results(logits)
+    others = torch.empty(n, v, dtype=FP8, device=logits.device)
+    scale, own = torch.empty_like(ce)[:, None], torch.empty_like(ce)
+    _row_fp8[(n,)](
+        logits, labels, valid, ce, hit, others, scale, own, v, MOST=FP8_MAX, BLOCK=BLOCK, num_warps=WARPS
+    )
+    return ce, hit, others, scale, own
+
+
+def _results(logits: Tensor) -> tuple[Tensor, Tensor]:
+    n, device = logits.shape[0], logits.device
+    return torch.empty(n, dtype=torch.float32, device=device), torch.empty(
+        n, dtype=torch.bool, device=device
+    )

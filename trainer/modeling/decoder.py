@@ -13,10 +13,7 @@ import torch
 import torch.nn.functional as F
 from torch import Tensor, nn
 
-from trainer.modeling import documents
-
-FP8 = torch.float8_e4m3fn
-FP8_MAX = 448.0
+from trainer.modeling import documents, fp8
 
 
 def rotate(x: Tensor, rotary: tuple[Tensor, Tensor]) -> Tensor:
@@ -24,12 +21,6 @@ def rotate(x: Tensor, rotary: tuple[Tensor, Tensor]) -> Tensor:
     cos, sin = rotary
     first, second = x.chunk(2, -1)
     return x * cos + torch.cat((-second, first), -1) * sin
-
-
-def to_fp8(x: Tensor) -> tuple[Tensor, Tensor]:
-    """Rows `[n, k]` in 8 bits, and what each is to be multiplied by, float32 `[n, 1]`: its largest number becomes 448."""
-    scale = x.abs().amax(-1, keepdim=True).float().clamp_min(1e-12) / FP8_MAX
-    return (x.float() / scale).to(FP8), scale
 
 
 class Projection(nn.Module):
@@ -71,17 +62,14 @@ class Projection(nn.Module):
         """One that multiplies in 8 bits: itself where it does already."""
         if self.scale is not None:
             return self
-        weight, scale = to_fp8(self.weight)
+        weight, scale = fp8.to_fp8(self.weight)
         return Projection(weight, self.bias, self.sizes, scale)
 
     def forward(self, x: Tensor) -> tuple[Tensor, ...]:
         """`[..., k]` -> one output each."""
         if self.scale is None:
             return F.linear(x, self.weight, self.bias).split(self.sizes, -1)
-        rows, scale = to_fp8(x.flatten(0, -2))
-        out = torch._scaled_mm(
-            rows, self.weight.T, scale_a=scale, scale_b=self.scale.T, out_dtype=x.dtype, use_fast_accum=True
-        )
+        out = fp8.multiply(fp8.to_fp8(x.flatten(0, -2)), (self.weight, self.scale), x.dtype)
         out = out if self.bias is None else out + self.bias
         return out.unflatten(0, x.shape[:-1]).split(self.sizes, -1)
 

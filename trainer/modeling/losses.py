@@ -17,6 +17,8 @@ from typing import Any
 import torch
 from torch import Tensor
 
+from trainer.modeling import fp8
+
 CHUNK_ELEMENTS = 5 << 26
 """Logits formed at once when `chunk` is 0: 0.63 GiB in bfloat16."""
 
@@ -89,6 +91,71 @@ def cross_entropy_(logits: Tensor, labels: Tensor, valid: Tensor) -> tuple[Tenso
     return ce.masked_fill(~valid, 0), hits
 
 
+def cross_entropy_fp8(
+    logits: Tensor, labels: Tensor, valid: Tensor
+) -> tuple[Tensor, Tensor, Tensor, Tensor, Tensor]:
+    """As `cross_entropy_`, but the gradient comes in 8 bits beside the logits, which stay.
+
+    Returns:
+        cross-entropies and hits as there; the gradient at all tokens but the label (0 there), e4m3 `[n, V]`, and the scale of
+        each row, float32 `[n, 1]` (0 where invalid); the gradient at the label, float32 `[n]`.
+    """
+    if logits.is_cuda:
+        from trainer.kernels import cross_entropy
+
+        return cross_entropy.cross_entropy_fp8(logits, labels, valid)
+    wide, column = logits.float(), labels[:, None]
+    at_label = wide.gather(-1, column)[:, 0]
+    hits = (logits.argmax(-1) == labels) & valid
+    wide = wide.scatter(-1, column, -torch.inf)
+    highest, rest = wide.amax(-1), wide.logsumexp(-1)
+    normaliser = torch.logaddexp(rest, at_label)
+    others = (fp8.FP8_MAX * (wide - highest[:, None]).exp()).to(fp8.FP8)
+    scale = ((highest - normaliser).exp() / fp8.FP8_MAX).masked_fill(~valid, 0)
+    own = -(rest - normaliser).exp().masked_fill(~valid, 0)
+    return (normaliser - at_label).masked_fill(~valid, 0), hits, others, scale[:, None], own
+
+
+class HeadFP8:
+    """The frozen head in 8 bits: by tokens for the logits, by features for their gradient.
+
+    The label's part of the gradient is of the size of all others' together, and of the other sign: rounded with them it
+    would drown what is left when the drafter is nearly right. It is added in full precision.
+
+    Args:
+        head: `[V, D]`, kept as well; both sides multiples of `fp8.SIDES`.
+    """
+
+    def __init__(self, head: Tensor) -> None:
+        self.head = head
+        self.by_token = fp8.to_fp8(head)
+        self.by_feature = fp8.to_fp8(head.T.contiguous())
+
+    def cross_entropy(
+        self, rows: Tensor, labels: Tensor, valid: Tensor, gradient: Tensor | None
+    ) -> tuple[Tensor, Tensor]:
+        """Cross-entropies and hits `[n]` of rows `[n, D]`, as `cross_entropy_`; their gradient into `gradient` `[n, D]`."""
+        logits = fp8.multiply(fp8.to_fp8(rows), self.by_token, rows.dtype)
+        ce, hits, others, scale, own = cross_entropy_fp8(logits, labels, valid)
+        if gradient is not None:
+            rest = fp8.multiply((others, scale), self.by_feature, rows.dtype, exact_sum=True)
+            torch.addcmul(rest, own[:, None].to(rest.dtype), self.head[labels], out=gradient)
+        return ce, hits
+
+
+def _cross_entropy(
+    rows: Tensor, head: Tensor | HeadFP8, labels: Tensor, valid: Tensor, gradient: Tensor | None
+) -> tuple[Tensor, Tensor]:
+    """As `HeadFP8.cross_entropy`, for either head."""
+    if isinstance(head, HeadFP8):
+        return head.cross_entropy(rows, labels, valid, gradient)
+    logits = rows @ head.T
+    found = cross_entropy_(logits, labels, valid)
+    if gradient is not None:
+        torch.mm(logits, head, out=gradient)
+    return found
+
+
 def chunk_size(blocks: int, slots: int, vocabulary: int) -> int:
     """Blocks a chunk: as many as CHUNK_ELEMENTS allows, all chunks about equal, so that few shapes occur.
 
@@ -103,7 +170,7 @@ def chunk_size(blocks: int, slots: int, vocabulary: int) -> int:
 
 def block_loss(
     hidden: Tensor,
-    head: Tensor,
+    head: Tensor | HeadFP8,
     labels: Tensor,
     labels_valid: Tensor,
     kind: str = "ce-decay",
@@ -115,7 +182,7 @@ def block_loss(
 
     Args:
         hidden: the drafter's output, `[B, A, K, D]`; slot 0 is not used.
-        head: the target's output matrix, `[V, D]`; frozen.
+        head: the target's output matrix, `[V, D]`, frozen; or that in 8 bits.
         labels: token at anchor + k, `[B, A, K-1]`; any value in range where invalid.
         labels_valid: `[B, A, K-1]` bool.
         kind, gamma, alpha: see the module; gamma 0 means `default_gamma(K)`.
@@ -124,10 +191,11 @@ def block_loss(
     Raises:
         ValueError: unknown kind, or a head that asks for a gradient.
     """
-    if head.requires_grad:
+    exact = head.head if isinstance(head, HeadFP8) else head
+    if exact.requires_grad:
         raise ValueError("the head is the target's and frozen: pass it without requires_grad")
     slots = hidden.shape[2] - 1
-    chunk = chunk or chunk_size(hidden.shape[0] * hidden.shape[1], slots, head.shape[0])
+    chunk = chunk or chunk_size(hidden.shape[0] * hidden.shape[1], slots, exact.shape[0])
     flat, valid = labels.reshape(-1, slots), labels_valid.reshape(-1, slots)
     loss, weight, ce, hits = _ChunkedLoss.apply(
         hidden.flatten(0, 1),
@@ -157,7 +225,7 @@ class _ChunkedLoss(torch.autograd.Function):
     def forward(
         ctx: Any,
         hidden: Tensor,  # [N, K, D]
-        head: Tensor,  # [V, D]
+        head: Tensor | HeadFP8,  # [V, D]
         labels: Tensor,  # [N, K-1]
         valid: Tensor,  # [N, K-1]
         how: tuple[str, float, float],
@@ -171,10 +239,8 @@ class _ChunkedLoss(torch.autograd.Function):
         parts = []
         for at in range(0, len(rows), chunk):
             part = slice(at, at + chunk)
-            logits = rows[part] @ head.T
-            parts.append(cross_entropy_(logits, target[part], ok[part]))
-            if gradient is not None:
-                torch.mm(logits, head, out=gradient[part])
+            into = None if gradient is None else gradient[part]
+            parts.append(_cross_entropy(rows[part], head, target[part], ok[part], into))
         ce, hits = (torch.cat(column).view_as(valid) for column in zip(*parts, strict=True))
         weights = slot_weights(ce, valid, *how)
         weight = weights.sum()
