@@ -4,7 +4,7 @@ Random weights and data, one device, one step after another: target forward, dra
 plain twin (`plain`) does what a straightforward trainer does: the target with its head, a dense mask, all logits at once,
 autograd, PyTorch's default optimizer. The others are this trainer's own parts: `eager`, `compiled`, and `graphs` (compiled,
 then captured as CUDA graphs, as `runtime.cuda_graphs = "explicit"` does), `fp8` (the same with
-the target in 8 bits, as `runtime.fp8_target` does).
+the target in 8 bits, as `runtime.fp8_target` does), and `fp8-head` (and the head too, as `runtime.fp8_head` does).
 """
 
 from __future__ import annotations
@@ -29,7 +29,7 @@ from trainer.config import RuntimeConfig
 from trainer.options import at_least, counts
 from trainer.runtime import cache, devices, graphs, stacks
 from trainer.runtime.devices import Device
-from trainer.variants import VARIANTS, Bench, Phases, compute_dtype
+from trainer.variants import CAPTURED, FP8, VARIANTS, Bench, Phases, compute_dtype
 from trainer.workload import SHAPES, Workload, drafter_config, flops_of, target_config
 
 
@@ -229,7 +229,7 @@ def _run(args: argparse.Namespace, more: More) -> int:
         if variant not in VARIANTS:
             print(f"error: no variant `{variant}`; there are {', '.join(VARIANTS)}", file=sys.stderr)
             return 1
-        if variant in ("graphs", "fp8"):
+        if variant in CAPTURED:
             graphs.wanted(RuntimeConfig(cuda_graphs="explicit"), torch_device)
     if args.anchors >= args.sequence:
         print(
@@ -299,8 +299,8 @@ def predicted(work: Workload, variant: str, cuda: bool) -> int:
     """Bytes that a variant other than `plain` takes at most, by trainer/memory.py."""
     size = memory.TargetSize.of(target_config(work.shape))
     shape = memory.Shape(work.batch, work.sequence, work.anchors)
-    how = (compute_dtype(cuda).itemsize, variant != "eager", cuda)
-    copy = size.linear if variant == "fp8" else 0
+    how = (compute_dtype(cuda).itemsize, variant != "eager", cuda, variant == "fp8-head")
+    copy = size.linear if variant in FP8 else 0
     return memory.one_after_the_other(size, drafter_config(work), shape, *how) + copy
 
 

@@ -243,6 +243,7 @@ def settings(config: Config, dataset: str, drafters: int | None = None) -> dict[
                 flat[name] = list(value) if isinstance(value, tuple) else value
     flat["runtime.drafter_dtype"] = config.runtime.drafter_dtype
     flat["runtime.fp8_target"] = config.runtime.fp8_target
+    flat["runtime.fp8_head"] = config.runtime.fp8_head
     flat["devices.drafters (count)"] = drafters or len(config.devices.drafters)
     flat["dataset content"] = dataset
     return flat

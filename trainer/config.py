@@ -116,6 +116,7 @@ class RuntimeConfig:
     cuda_graphs: str = "auto"
     # the target's matrix products in 8 bits: faster, and its features noisier (docs/training.md)
     fp8_target: bool = False
+    fp8_head: bool = False  # the loss's products with the target's head likewise
     memory: str = (
         "refuse"  # refuse | warn: what a run does that is predicted to need more than a GPU has free
     )

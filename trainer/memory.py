@@ -112,7 +112,9 @@ class Step(NamedTuple):
         return self.saved + max(self.loss, self.backward)
 
 
-def drafter_step(shape: DrafterConfig, batch: Shape, itemsize: int, compiled: bool, flash: bool) -> Step:
+def drafter_step(
+    shape: DrafterConfig, batch: Shape, itemsize: int, compiled: bool, flash: bool, fp8_head: bool = False
+) -> Step:
     """Forward, loss and backward of one batch.
 
     Args:
@@ -136,10 +138,8 @@ def drafter_step(shape: DrafterConfig, batch: Shape, itemsize: int, compiled: bo
     blocks = batch.rows * batch.blocks
     chunk = min(blocks, chunk_size(blocks, shape.block_size - 1, shape.vocab_size))
     logits = chunk * (shape.block_size - 1) * shape.vocab_size
-    # logits become their gradient in place; without the kernel float32 copies are made on the way. The chunk before is
-    # still there
-    each = c + (0 if flash else 8 + (4 if c < 4 else 0))
-    each += c if chunk < blocks else 0
+    # logits become their gradient in place, or it comes in 8 bits beside them; without the kernel float32 copies are made
+    each = c + fp8_head + (0 if flash else 8 + (4 if c < 4 else 0))
     slots = output * (shape.block_size - 1) // shape.block_size
     backward = 3 * output + 3 * c * n * shape.intermediate_size
     if compiled:  # one graph returns the gradients of all weights together, when the activations have gone
@@ -188,6 +188,11 @@ def _dense(shape: DrafterConfig, batch: Shape, c: int) -> int:
     return 4 * c * n * heads * shape.head_dim + 2 * c * context * narrow + weights + mask
 
 
+def fp8_head_bytes(shape: DrafterConfig) -> int:
+    """The head's two copies in 8 bits."""
+    return 2 * shape.vocab_size * shape.hidden_size
+
+
 def batch_bytes(shape: DrafterConfig, batch: Shape, itemsize: int) -> int:
     """A `DrafterBatch` on its device: features, and what int64 and bool tensors say of the blocks."""
     features = itemsize * batch.length * len(shape.target_layer_ids) * shape.hidden_size
@@ -206,13 +211,20 @@ def target_step(size: TargetSize, shape: DrafterConfig, batch: Shape, itemsize: 
 
 
 def one_after_the_other(
-    size: TargetSize, shape: DrafterConfig, batch: Shape, itemsize: int, compiled: bool, flash: bool
+    size: TargetSize,
+    shape: DrafterConfig,
+    batch: Shape,
+    itemsize: int,
+    compiled: bool,
+    flash: bool,
+    fp8_head: bool = False,
 ) -> int:
     """All that a target and a drafter take together that share a device and a dtype and take turns on one batch, the
     features of the batch before still there."""
     weights = drafter_parameters(shape)
     kept = itemsize * (size.parameters + 2 * weights) + optimizer_bytes(weights)
-    step = drafter_step(shape, batch, itemsize, compiled, flash)
+    step = drafter_step(shape, batch, itemsize, compiled, flash, fp8_head)
+    kept += fp8_head_bytes(shape) if fp8_head else 0
     height = max(target_step(size, shape, batch, itemsize), step.peak)
     return kept + 2 * batch_bytes(shape, batch, itemsize) + height
 
@@ -296,7 +308,8 @@ def _predict(
             items["target step"] += targets * (outputs if not plan.colocated else 0)
     if drafters:
         weights = drafter_parameters(shape)
-        steps = [drafter_step(shape, s, c, compile.wanted(runtime, device), cuda) for s in shapes]
+        how = (c, compile.wanted(runtime, device), cuda, runtime.fp8_head)
+        steps = [drafter_step(shape, s, *how) for s in shapes]
         most = max(steps, key=lambda step: step.peak)
         items["drafter weights and gradients"] = drafters * 2 * c * weights
         items["optimizer"] = drafters * optimizer_bytes(weights)
@@ -309,6 +322,8 @@ def _predict(
             items["embedding and head"] = (
                 drafters * c * shape.vocab_size * shape.hidden_size * (1 if size.tied else 2)
             )
+        if runtime.fp8_head:
+            items["head in FP8"] = drafters * fp8_head_bytes(shape)
         items["activations"] = drafters * most.saved
         items["loss or backward"] = drafters * (most.peak - most.saved)
         batches = [batch_bytes(shape, s, c) for s in shapes]

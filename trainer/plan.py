@@ -14,6 +14,8 @@ import tempfile
 from pathlib import Path
 from typing import Any
 
+import torch
+
 from trainer import memory, probe
 from trainer.config import ConfigError, DevicesConfig, load, names_devices
 from trainer.data.arrangement import arrange
@@ -23,7 +25,7 @@ from trainer.options import at_least, counts
 from trainer.pipeline.balance import Placement, best
 from trainer.pipeline.crew import Crew
 from trainer.pipeline.nodes import Nodes
-from trainer.pipeline.plan import Plan, placed
+from trainer.pipeline.plan import Plan, placed, require_fp8
 from trainer.runtime.signals import Signals
 from trainer.train import Run
 
@@ -55,6 +57,7 @@ def run(args: argparse.Namespace) -> int:
         config = dataclasses.replace(config, devices=placed(config.devices))
         base, size, load_target = job.inputs(config)
         here = here_for(args.config, config.devices)
+        require_fp8(config.runtime, map(torch.device, here), size.by_layer)
         names = _like(here[0], args.devices) if args.devices else here
         print(f"Planning for {', '.join(names)}", flush=True)
         report: dict[str, Any] = {"devices": names, "batches": []}

@@ -36,7 +36,7 @@ from trainer.pipeline.crew import Crew
 from trainer.pipeline.drafters import Start
 from trainer.pipeline.lead import NonFiniteError, Reporter
 from trainer.pipeline.nodes import NodeLost, Nodes, NodeStopped
-from trainer.pipeline.plan import Course, Plan, placed
+from trainer.pipeline.plan import Course, Plan, placed, require_fp8
 from trainer.pipeline.training import Training
 from trainer.runtime import cache, compile, devices
 from trainer.runtime.signals import Interrupted, Signals
@@ -167,6 +167,7 @@ class Run:
             print(cache.description(), flush=True)
         base, size, load_target = self.inputs(config)
         config = base.config
+        require_fp8(config.runtime, used, size.by_layer)
         if config.evaluate.prompts and nodes.leads:
             self._read_prompts(config, base.dataset)
         present = self._place(base, size, load_target, found)

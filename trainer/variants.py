@@ -11,7 +11,7 @@ from torch import Tensor
 
 from trainer.modeling import attention, documents
 from trainer.modeling.drafter import Drafter
-from trainer.modeling.losses import block_loss, default_gamma
+from trainer.modeling.losses import HeadFP8, block_loss, default_gamma
 from trainer.modeling.target import Target, layer_forward
 from trainer.optim import FlatParameters, MasterAdamW, adamw_
 from trainer.pipeline.drafters import draft
@@ -22,7 +22,9 @@ from trainer.workload import Workload, drafter_config, target_config
 
 RATE = 6e-4
 
-VARIANTS = ("plain", "eager", "compiled", "graphs", "fp8")
+VARIANTS = ("plain", "eager", "compiled", "graphs", "fp8", "fp8-head")
+CAPTURED = ("graphs", "fp8", "fp8-head")
+FP8 = ("fp8", "fp8-head")
 
 
 Phases = list[tuple[str, Callable[[], object]]]
@@ -109,8 +111,11 @@ class Bench:
         update_with = None
         self.target.run_layer = layer_forward
         self.target.plain_layers = self._layers
-        if variant == "fp8":
+        head: Tensor | HeadFP8 = self.target.head
+        if variant in FP8:
             self.target.plain_layers = [layer.in_fp8() for layer in self._layers]
+        if variant == "fp8-head":
+            head = HeadFP8(self.target.head)
         if variant != "eager":
             forward, update_with = compile.compiled(draft, 1), compile.compiled(adamw_, 2)
             self.target.run_layer = compile.compiled(layer_forward, 1)
@@ -130,7 +135,7 @@ class Bench:
 
         def loss() -> None:
             batch = state["batch"]
-            state["loss"] = block_loss(state["hidden"], self.target.head, batch.labels, batch.labels_valid)
+            state["loss"] = block_loss(state["hidden"], head, batch.labels, batch.labels_valid)
             self.loss = state["loss"].loss.detach()
 
         def backward() -> None:
@@ -145,7 +150,7 @@ class Bench:
             ("target", target), ("channel", channel), ("draft", draft_forward), ("loss", loss), ("backward", backward),
             ("optimizer", update),
         ]  # fmt: skip
-        return self.captured(phases) if variant in ("graphs", "fp8") else phases
+        return self.captured(phases) if variant in CAPTURED else phases
 
     def _delivered(self, features: Tensor) -> DrafterBatch:
         """What a drafter is handed: the features as they are on one device, the rest copied from the host."""

@@ -187,7 +187,9 @@ def test_resuming_with_other_settings_is_refused_by_name(tmp_path: Path) -> None
     free = {"steps": 10, "log_every": 3, "checkpoint_every": 1, "keep": 9}
     same = parse({"train": free, "devices": {"drafters": ["cuda:0", "cuda:1"], "targets": ["cpu", "cpu"]}})
     checkpoint.refuse_differences(found, checkpoint.settings(same, "abc"))
-    other = parse({"train": {"steps": 20}, "drafter": {"layers": 2}, "runtime": {"fp8_target": True}})
+    other = parse(
+        {"train": {"steps": 20}, "drafter": {"layers": 2}, "runtime": {"fp8_target": True, "fp8_head": True}}
+    )
     with pytest.raises(CheckpointError) as error:
         checkpoint.refuse_differences(found, checkpoint.settings(other, "abd"))
     lines = str(error.value).splitlines()[1:]
@@ -195,6 +197,7 @@ def test_resuming_with_other_settings_is_refused_by_name(tmp_path: Path) -> None
         "  drafter.layers: 5 in the checkpoint, 2 now",
         "  train.steps: 10 in the checkpoint, 20 now",
         "  runtime.fp8_target: False in the checkpoint, True now",
+        "  runtime.fp8_head: False in the checkpoint, True now",
         "  devices.drafters (count): 2 in the checkpoint, 1 now",
         "  dataset content: 'abc' in the checkpoint, 'abd' now",
     ]

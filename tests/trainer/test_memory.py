@@ -389,3 +389,13 @@ def test_fp8_is_a_copy_of_the_layers_matrices(free: dict[str, float]) -> None:
     plan = dataclasses.replace(plan, config=dataclasses.replace(plan.config, runtime=runtime))
     target, _ = memory.predict(plan, size, memory.shapes_of(plan))
     assert target.items["target weights in FP8"] == 36 * 4096 * (2 * 4096 + 2 * 1024 + 3 * 12288)
+
+
+def test_the_head_in_fp8_is_two_copies_and_a_gradient_beside_the_logits(free: dict[str, float]) -> None:
+    size, plan = TargetSize.of(target_config("8B")), _plan(1, 1)
+    before = memory.predict(plan, size, memory.shapes_of(plan))[1].items
+    runtime = dataclasses.replace(plan.config.runtime, fp8_head=True)
+    plan = dataclasses.replace(plan, config=dataclasses.replace(plan.config, runtime=runtime))
+    drafter = memory.predict(plan, size, memory.shapes_of(plan))[1].items
+    assert drafter["head in FP8"] == 2 * plan.shape.vocab_size * plan.shape.hidden_size
+    assert drafter["loss or backward"] >= before["loss or backward"]

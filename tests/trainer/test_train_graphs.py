@@ -85,6 +85,23 @@ def test_explicit_graphs_on_the_cpu_are_refused(tmp_path: Path, capsys: pytest.C
 
 
 @pytest.mark.gpu
+@pytest.mark.skipif(
+    not torch.cuda.is_available() or torch.cuda.get_device_capability() < (8, 9),
+    reason="needs a CUDA device of compute capability 8.9 or newer",
+)
+def test_a_captured_run_in_8_bits_learns_alike(tmp_path: Path) -> None:
+    parts = make_target(tmp_path / "target", head_dim=16), make_dataset(tmp_path / "data")
+    devices = {"targets": ["cuda:0"], "drafters": ["cuda:0"]}
+    losses = {
+        name: _run(tmp_path, name, parts, devices=devices, train={"steps": 60}, runtime=runtime)
+        for name, runtime in (("exact", {}), ("fp8", {"fp8_target": True, "fp8_head": True}))
+    }
+    print(f"{losses['exact'][-1]:.4f} exact, {losses['fp8'][-1]:.4f} in 8 bits")
+    assert losses["fp8"] != losses["exact"]
+    assert losses["fp8"] == pytest.approx(losses["exact"], rel=0.05)
+
+
+@pytest.mark.gpu
 @pytest.mark.slow
 @pytest.mark.skipif(not torch.cuda.is_available(), reason="needs a CUDA device")
 @pytest.mark.timeout(300)

@@ -17,77 +17,51 @@ BLOCK, WARPS = 4096, 16
 
 
 @triton.jit
-def _greatest_and_log_sum(place, v, label, REST: tl.constexpr, BLOCK: tl.constexpr):
-    """The greatest logit of a row and the log of its exponentials' sum; REST: those of all but the label."""
+def _row(LOGITS, LABELS, VALID, CE, HIT, OUT, SCALE, OWN, v, MOST: tl.constexpr, BLOCK: tl.constexpr):
+    """MOST 0: OUT, which may be LOGITS, gets the gradient. Else it gets that of all but the label, scaled so that the
+    greatest becomes MOST, and SCALE and OWN what belongs to it."""
+    index = tl.program_id(0).to(tl.int64)
+    place, out = LOGITS + index * v, OUT + index * v
+    label = tl.load(LABELS + index)
+    valid = tl.load(VALID + index) != 0
+    at_label = tl.load(place + label).to(tl.float32)
     # every lane keeps a maximum and a sum of its own: the warps meet once, behind the loop
     top = tl.full((BLOCK,), -3e38, tl.float32)
     total = tl.full((BLOCK,), 0.0, tl.float32)
     for at in tl.range(0, v, BLOCK, num_stages=3):
         column = at + tl.arange(0, BLOCK)
         x = tl.load(place + column, mask=column < v, other=float("-inf")).to(tl.float32)
-        if REST:
+        if MOST:
             x = tl.where(column == label, float("-inf"), x)
         rise = x - top
         e = tl.exp(-tl.abs(rise))
         total = tl.where(rise > 0, total * e + 1.0, total + e)
         top = tl.maximum(top, x)
     highest = tl.max(top, 0)
-    return highest, highest + tl.log(tl.sum(total * tl.exp(top - highest), 0))
-
-
-@triton.jit
-def _none_earlier(place, label, at_label, BLOCK: tl.constexpr):
-    """Whether no logit before the label's is as great: of equally likely tokens decoding takes the first."""
-    earlier = 0
-    for before in tl.range(0, label.to(tl.int32), BLOCK):
-        rival = before + tl.arange(0, BLOCK)
-        logit = tl.load(place + rival, mask=rival < label, other=float("-inf")).to(tl.float32)
-        earlier += tl.sum((logit >= at_label).to(tl.int32), 0)
-    return earlier == 0
-
-
-@triton.jit
-def _row(LOGITS, LABELS, VALID, CE, HIT, v, BLOCK: tl.constexpr):
-    index = tl.program_id(0).to(tl.int64)
-    place = LOGITS + index * v
-    label = tl.load(LABELS + index)
-    valid = tl.load(VALID + index) != 0
-    at_label = tl.load(place + label).to(tl.float32)
-    highest, lse = _greatest_and_log_sum(place, v, label, False, BLOCK)
+    lse = highest + tl.log(tl.sum(total * tl.exp(top - highest), 0))
+    if MOST:
+        rest, more = lse, tl.maximum(lse, at_label)
+        lse = more + tl.log(tl.exp(rest - more) + tl.exp(at_label - more))
+        tl.store(SCALE + index, tl.where(valid, tl.exp(highest - lse) / MOST, 0.0))
+        tl.store(OWN + index, tl.where(valid, -tl.exp(rest - lse), 0.0))
     tl.store(CE + index, tl.where(valid, lse - at_label, 0.0))
     hit = valid & (at_label >= highest)
-    if hit:
-        hit = _none_earlier(place, label, at_label, BLOCK)
+    if hit:  # of equally likely tokens the first is what decoding takes
+        earlier = 0
+        for before in tl.range(0, label.to(tl.int32), BLOCK):
+            rival = before + tl.arange(0, BLOCK)
+            logit = tl.load(place + rival, mask=rival < label, other=float("-inf")).to(tl.float32)
+            earlier += tl.sum((logit >= at_label).to(tl.int32), 0)
+        hit = earlier == 0
     tl.store(HIT + index, hit)
     for at in tl.range(0, v, BLOCK, num_stages=3):
         column = at + tl.arange(0, BLOCK)
         x = tl.load(place + column, mask=column < v, other=float("-inf")).to(tl.float32)
-        p = tl.exp(x - lse) - tl.where(column == label, 1.0, 0.0)
-        tl.store(place + column, tl.where(valid, p, 0.0).to(LOGITS.dtype.element_ty), mask=column < v)
-
-
-@triton.jit
-def _row_fp8(LOGITS, LABELS, VALID, CE, HIT, OTHERS, SCALE, OWN, v, MOST: tl.constexpr, BLOCK: tl.constexpr):
-    index = tl.program_id(0).to(tl.int64)
-    place = LOGITS + index * v
-    label = tl.load(LABELS + index)
-    valid = tl.load(VALID + index) != 0
-    at_label = tl.load(place + label).to(tl.float32)
-    highest, rest = _greatest_and_log_sum(place, v, label, True, BLOCK)
-    more = tl.maximum(rest, at_label)
-    lse = more + tl.log(tl.exp(rest - more) + tl.exp(at_label - more))
-    tl.store(CE + index, tl.where(valid, lse - at_label, 0.0))
-    tl.store(SCALE + index, tl.where(valid, tl.exp(highest - lse) / MOST, 0.0))
-    tl.store(OWN + index, tl.where(valid, -tl.exp(rest - lse), 0.0))
-    hit = valid & (at_label >= highest)
-    if hit:
-        hit = _none_earlier(place, label, at_label, BLOCK)
-    tl.store(HIT + index, hit)
-    for at in tl.range(0, v, BLOCK, num_stages=3):
-        column = at + tl.arange(0, BLOCK)
-        x = tl.load(place + column, mask=column < v, other=float("-inf")).to(tl.float32)
-        p = tl.where(column == label, 0.0, MOST * tl.exp(x - highest))
-        tl.store(OTHERS + index * v + column, p.to(OTHERS.dtype.element_ty), mask=column < v)
+        if MOST:
+            p = tl.where(column == label, 0.0, MOST * tl.exp(x - highest))
+        else:
+            p = tl.where(valid, tl.exp(x - lse) - tl.where(column == label, 1.0, 0.0), 0.0)
+        tl.store(out + column, p.to(OUT.dtype.element_ty), mask=column < v)
 
 
 def cross_entropy_(logits: Tensor, labels: Tensor, valid: Tensor) -> tuple[Tensor, Tensor]:
@@ -102,10 +76,7 @@ def cross_entropy_(logits: Tensor, labels: Tensor, valid: Tensor) -> tuple[Tenso
         cross-entropies in nats, float32 `[n]` (0 where invalid), and whether the label is the argmax (the first of equals),
         bool `[n]` (False where invalid).
     """
-    assert logits.is_contiguous()
-    n, v = logits.shape
-    ce, hit = _results(logits)
-    _row[(n,)](logits, labels, valid, ce, hit, v, BLOCK=BLOCK, num_warps=WARPS)
+    ce, hit = _run(logits, labels, valid, logits)
     return ce, hit
 
 
@@ -118,19 +89,25 @@ def cross_entropy_fp8(
         cross-entropies and hits as there; the gradient at all tokens but the label (0 there), e4m3 `[n, V]`, and the scale of
         each row, float32 `[n, 1]` (0 where invalid); the gradient at the label, float32 `[n]`.
     """
+    others = torch.empty_like(logits, dtype=FP8)
+    scale, own = logits.new_empty(2, len(logits), dtype=torch.float32)
+    ce, hit = _run(logits, labels, valid, others, scale, own, most=int(FP8_MAX))
+    return ce, hit, others, scale[:, None], own
+
+
+def _run(
+    logits: Tensor,
+    labels: Tensor,
+    valid: Tensor,
+    out: Tensor,
+    scale: Tensor | None = None,
+    own: Tensor | None = None,
+    most: int = 0,
+) -> tuple[Tensor, Tensor]:
     assert logits.is_contiguous()
     n, v = logits.shape
-    ce, hit = _results(logits)
-    others = torch.empty(n, v, dtype=FP8, device=logits.device)
-    scale, own = torch.empty_like(ce)[:, None], torch.empty_like(ce)
-    _row_fp8[(n,)](
-        logits, labels, valid, ce, hit, others, scale, own, v, MOST=FP8_MAX, BLOCK=BLOCK, num_warps=WARPS
-    )
-    return ce, hit, others, scale, own
-
-
-def _results(logits: Tensor) -> tuple[Tensor, Tensor]:
-    n, device = logits.shape[0], logits.device
-    return torch.empty(n, dtype=torch.float32, device=device), torch.empty(
-        n, dtype=torch.bool, device=device
-    )
+    ce, hit = logits.new_empty(n, dtype=torch.float32), logits.new_empty(n, dtype=torch.bool)
+    _row[(n,)](
+        logits, labels, valid, ce, hit, out, scale, own, v, MOST=most, BLOCK=BLOCK, num_warps=WARPS
+    )  # fmt: skip
+    return ce, hit

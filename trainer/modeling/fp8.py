@@ -5,8 +5,12 @@ A product's error is about 4 % of what its terms would add up to if their signs 
 
 from __future__ import annotations
 
+from collections.abc import Iterable
+
 import torch
 from torch import Tensor
+
+from trainer.modeling import ModelError
 
 FP8 = torch.float8_e4m3fn
 FP8_MAX = 448.0
@@ -14,11 +18,15 @@ SIDES = 16
 """What the sides of a weight must be multiples of."""
 
 
-def missing(device: torch.device) -> str:
-    """What a device lacks for it; empty: nothing."""
-    if device.type == "cuda" and torch.cuda.get_device_capability(device) >= (8, 9):
-        return ""
-    return f"a GPU of compute capability 8.9 or newer; this is {device}"
+def require(setting: str, device: torch.device, sides: Iterable[int] = ()) -> None:
+    """Raise ModelError, which names the setting, where the device can't, or matrices of these sides can't be."""
+    lacking, odd = "", sorted(side for side in set(sides) if side % SIDES)
+    if device.type != "cuda" or torch.cuda.get_device_capability(device) < (8, 9):
+        lacking = f"a GPU of compute capability 8.9 or newer, which {device} is not"
+    elif odd:
+        lacking = f"matrices whose sides are multiples of {SIDES}; the target has {odd}"
+    if lacking:
+        raise ModelError(f"{setting} needs {lacking}. Leave it out, or set it to false")
 
 
 def to_fp8(x: Tensor) -> tuple[Tensor, Tensor]:

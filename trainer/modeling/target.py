@@ -14,7 +14,7 @@ from typing import Any
 import torch
 from torch import Tensor, nn
 
-from trainer.modeling import ModelError, documents
+from trainer.modeling import ModelError, documents, fp8
 from trainer.modeling.decoder import DecoderLayer
 
 # from_pretrained changes process-wide defaults while it runs, such as the dtype of new tensors
@@ -189,19 +189,9 @@ class Target:
     def to_fp8(self) -> None:
         """From now on compute `features` in 8 bits, by copies of the weights; `step` stays as it is. Raises ModelError
         where it can't be done."""
-        capability = torch.cuda.get_device_capability(self.device) if self.head.is_cuda else (0, 0)
-        if not self.by_layer or capability < (8, 9):
-            raise ModelError(
-                f"runtime.fp8_target needs a GPU of compute capability 8.9 or newer and a {'/'.join(sorted(PLAIN_DECODERS))} "
-                f"model with full attention; this is a {self.config.model_type} model on {self.device}. "
-                "Leave it out, or set it to false"
-            )
-        odd = {size for layer in self.plain_layers for size in layer.widths if size % 16}
-        if odd:
-            raise ModelError(
-                f"runtime.fp8_target needs matrices whose sides are multiples of 16; the target has {sorted(odd)}. "
-                "Leave it out, or set it to false"
-            )
+        require_plain("runtime.fp8_target", self.by_layer)
+        sides = (side for layer in self.plain_layers for side in layer.widths)
+        fp8.require("runtime.fp8_target", self.device, sides)
         self.plain_layers = [layer.in_fp8() for layer in self.plain_layers]
 
     def step(self, input_ids: Tensor, cache: Any, last_only: bool = False) -> tuple[Tensor, Tensor]:
@@ -288,6 +278,15 @@ def can_pack(config: Any) -> bool:
     with _explained(Path(config.name_or_path)), torch.device("meta"):
         model = AutoModelForCausalLM.from_config(config)
     return _is_plain(model.get_decoder(), model.config.get_text_config())
+
+
+def require_plain(setting: str, by_layer: bool) -> None:
+    """Raise ModelError, which names the setting, for a target that does not run `by_layer`."""
+    if not by_layer:
+        raise ModelError(
+            f"{setting} needs a {'/'.join(sorted(PLAIN_DECODERS))} model with full attention, which the target is not. "
+            "Leave it out, or set it to false"
+        )
 
 
 def _source(path: Path) -> dict[str, Any]:

@@ -3,18 +3,19 @@
 from __future__ import annotations
 
 import dataclasses
-from collections.abc import Callable
+from collections.abc import Callable, Iterable
 from dataclasses import dataclass
 from typing import NamedTuple
 
 import torch
 
-from trainer.config import Config, DevicesConfig
+from trainer.config import Config, DevicesConfig, RuntimeConfig
 from trainer.data.anchors import blocks_a_row
 from trainer.data.batches import BatchPlan, BatchRows
 from trainer.data.dataset import Dataset
+from trainer.modeling import fp8
 from trainer.modeling.layout import DrafterConfig
-from trainer.modeling.target import resolve_dtype
+from trainer.modeling.target import require_plain, resolve_dtype
 from trainer.pipeline.balance import Placement
 
 
@@ -38,6 +39,16 @@ class OwnBatches(NamedTuple):
         """Rows of this node's batch `k`."""
         step, drafter = divmod(k, self.drafters)
         return self.batches.batch(step * self.everywhere + self.before + drafter, self.everywhere)
+
+
+def require_fp8(runtime: RuntimeConfig, devices: Iterable[torch.device], by_layer: bool) -> None:
+    """Raise ModelError, before anything is loaded, where a device or the target can't do the 8 bits that are asked for."""
+    if runtime.fp8_target:
+        require_plain("runtime.fp8_target", by_layer)
+    for setting in ("fp8_target", "fp8_head"):
+        if getattr(runtime, setting):
+            for device in devices:
+                fp8.require(f"runtime.{setting}", device)
 
 
 @dataclass(frozen=True)

@@ -58,15 +58,21 @@ def test_attention_compiles(capability: int, width: int, wide: bool) -> None:
 def test_cross_entropy_compiles(capability: int) -> None:
     from trainer.kernels import cross_entropy as kernel
 
-    types = {"LOGITS": "*bf16", "LABELS": "*i64", "VALID": "*i1", "CE": "*fp32", "HIT": "*i1"}
-    compiled(kernel._row, {"BLOCK": kernel.BLOCK}, types, capability, num_warps=kernel.WARPS)
+    types = {"LOGITS": "*bf16", "LABELS": "*i64", "VALID": "*i1", "CE": "*fp32", "HIT": "*i1", "OUT": "*bf16"}
+    absent: dict[str, Any] = {"SCALE": None, "OWN": None}
+    constants = {"BLOCK": kernel.BLOCK, "MOST": 0}
+    compiled(kernel._row, constants | absent, types, capability, num_warps=kernel.WARPS)
+    if capability >= 90:  # e4m3 is not below 8.9
+        types |= {"OUT": "*fp8e4nv", "SCALE": "*fp32", "OWN": "*fp32"}
+        compiled(kernel._row, constants | {"MOST": 448}, types, capability, num_warps=kernel.WARPS)
 
 
 INTERPRETED = """
 import torch
 import torch.nn.functional as F
+from trainer.kernels import cross_entropy
 from trainer.kernels.cross_entropy import cross_entropy_
-from trainer.modeling import attention
+from trainer.modeling import attention, losses
 
 def attend(b, h, kv, a, k, s, d, kind):
     parts = [torch.randn(b, n, heads, d, requires_grad=True) for n, heads in ((a*k, h), (a*k, kv), (a*k, kv), (s, kv), (s, kv))]
@@ -96,6 +102,11 @@ for v in (17, 9001):
     wanted = F.cross_entropy(wide, labels, reduction="none") * valid
     (slope,) = torch.autograd.grad(wanted.sum(), wide)
     hits = (logits.argmax(-1) == labels) & valid
+    scale, own, others = *torch.empty(2, 5), torch.empty_like(logits)  # not rounded: the interpreter does it wrongly
+    got = *cross_entropy._run(logits, labels, valid, others, scale, own, 448), others, scale[:, None], own
+    for x, y in zip(got, losses.cross_entropy_fp8(logits, labels, valid)):
+        narrow = y.dtype == torch.float8_e4m3fn
+        torch.testing.assert_close(x.float(), y.float(), atol=2**-10 if narrow else 1e-6, rtol=1/15 if narrow else 1e-5)
     ce, hit = cross_entropy_(logits, labels, valid)
     torch.testing.assert_close(ce, wanted.detach())
     torch.testing.assert_close(logits, slope, atol=1e-6, rtol=1e-5)
