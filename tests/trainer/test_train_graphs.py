@@ -11,6 +11,7 @@ import torch
 
 from tests.trainer.pipeline.runs import arguments, events, make_dataset, make_target, write_config
 from trainer import checkpoint, train
+from trainer.modeling import fp8
 from trainer.pipeline.training import Training
 from trainer.runtime import graphs
 from trainer.runtime.devices import Device, Mark
@@ -84,12 +85,35 @@ def test_explicit_graphs_on_the_cpu_are_refused(tmp_path: Path, capsys: pytest.C
     assert "needs CUDA devices" in capsys.readouterr().out
 
 
+@pytest.mark.parametrize("setting", ["fp8_target", "fp8_head"])
+def test_8_bits_are_refused_before_anything_is_loaded(
+    tmp_path: Path, capsys: pytest.CaptureFixture[str], setting: str
+) -> None:
+    parts = make_target(tmp_path / "target"), make_dataset(tmp_path / "data")
+    config = write_config(tmp_path / "c.toml", *parts, runtime={setting: True})
+    assert train.run(arguments(config, tmp_path / "run")) == 1
+    assert f"runtime.{setting} needs a GPU" in capsys.readouterr().out
+    assert events(tmp_path / "run", "target_loading") == []
+
+
+def test_a_run_in_8_bits_learns_alike(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    """PyTorch multiplies in 8 bits on the CPU too, though slowly."""
+    monkeypatch.setattr(fp8, "require", lambda *what: None)
+    parts = make_target(tmp_path / "target"), make_dataset(tmp_path / "data")
+    exact, narrow = (
+        _run(tmp_path, name, parts, train={"steps": 20}, runtime=runtime)
+        for name, runtime in (("exact", {}), ("fp8", {"fp8_target": True, "fp8_head": True}))
+    )
+    assert narrow != exact
+    assert narrow == pytest.approx(exact, rel=0.03)
+
+
 @pytest.mark.gpu
 @pytest.mark.skipif(
     not torch.cuda.is_available() or torch.cuda.get_device_capability() < (8, 9),
     reason="needs a CUDA device of compute capability 8.9 or newer",
 )
-def test_a_captured_run_in_8_bits_learns_alike(tmp_path: Path) -> None:
+def test_a_captured_run_in_8_bits_learns_alike_on_a_gpu(tmp_path: Path) -> None:
     parts = make_target(tmp_path / "target", head_dim=16), make_dataset(tmp_path / "data")
     devices = {"targets": ["cuda:0"], "drafters": ["cuda:0"]}
     losses = {
