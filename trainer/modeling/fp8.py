@@ -13,7 +13,7 @@ from torch import Tensor
 from trainer.modeling import ModelError
 
 FP8 = torch.float8_e4m3fn
-FP8_MAX = 448.0
+FP8_MAX = torch.finfo(FP8).max
 SIDES = 16
 """What the sides of a weight must be multiples of."""
 
