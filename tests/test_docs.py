@@ -1,6 +1,7 @@
 """What the documents say of the code: links, names, options, codes and formats that can be checked."""
 
 import ast
+import dataclasses
 import re
 from pathlib import Path
 
@@ -10,6 +11,7 @@ import typer
 from dflashctl.cli.app import app
 from dflashctl.errors import ExitCode
 from dflashctl.remote import agent, supervisor
+from trainer.config import Config
 from trainer.events import Events
 
 ROOT = Path(__file__).parents[1]
@@ -44,6 +46,15 @@ def test_tests_that_are_named_exist(page):
     tests = "\n".join(file.read_text() for file in (ROOT / "tests").rglob("test_*.py"))
     for name in re.findall(r"`(test_\w+)`", page.read_text()):
         assert f"def {name}(" in tests, name
+
+
+@pytest.mark.parametrize("page", PAGES, ids=lambda page: str(page.relative_to(ROOT)))
+def test_settings_that_are_named_exist(page):
+    known = {field.name: field.default_factory for field in dataclasses.fields(Config)}
+    del known["warmup"]  # its keys are phases
+    for section, key in re.findall(rf"`({'|'.join(known)})\.(\w+)(?: = [^`]*)?`", page.read_text()):
+        is_file = key in ("py", "json", "toml", "safetensors")
+        assert is_file or key in vars(known[section]()), f"{section}.{key}"
 
 
 def test_the_usage_lines_name_every_command_and_option():
