@@ -81,9 +81,10 @@ def _same_weights(one: Path, other: Path, step: int) -> bool:
 
 
 def test_nodes_train_as_one_with_all_drafters_does(tmp_path: Path, start: Start) -> None:
-    """2 x 2 drafters and 1 x 4: the same losses and weights to the last bit; and either goes on from the other."""
-    train = {"checkpoint_every": 3}
-    _ends([*start("two", 2, 2, train=train), *start("one", 4, targets=2, train=train)], 0, 0, 0)
+    """2 x 2 drafters and 1 x 4: the same losses and weights to the last bit; and either goes on from the other. Rows are
+    packed, and the run goes beyond an epoch (10 batches)."""
+    sections: dict[str, Any] = {"train": {"checkpoint_every": 3}, "data": {"packing": "on"}}
+    _ends([*start("two", 2, 2, **sections), *start("one", 4, targets=2, **sections)], 0, 0, 0)
     two, other, one = (tmp_path / "runs" / name for name in ("two-0", "two-1", "one-0"))
     assert len(_losses(one)) == 6
     assert _losses(two) == _losses(other, "events.node1.jsonl") == _losses(one)
@@ -100,7 +101,7 @@ def test_nodes_train_as_one_with_all_drafters_does(tmp_path: Path, start: Start)
 
     for run in (two, one):  # as if it had ended after step 3
         (run / "checkpoints/step-00000006").rename(run / "gone")
-    again = start("again", 1, 3, train=train, resume=str(one)), start("back", 4, train=train, resume=str(two))
+    again = start("again", 1, 3, resume=str(one), **sections), start("back", 4, resume=str(two), **sections)
     _ends([*again[0], *again[1]], 0, 0, 0)
     assert _losses(tmp_path / "runs/back-0") == _losses(one)[3:]
     assert _losses(tmp_path / "runs/again-0") == pytest.approx(_losses(one)[3:], rel=1e-5), (
@@ -209,17 +210,17 @@ def _kill_at_3() -> None:
 def test_after_a_kill_all_go_on_from_the_newest_checkpoint_wherever_it_is(
     tmp_path: Path, start: Start
 ) -> None:
-    """As torchrun does it, which may give the nodes other ranks: the checkpoint is then on node 1."""
-    train = {"checkpoint_every": 2}
+    """As torchrun does it, which may give the nodes other ranks: the checkpoint is then on node 1. Rows are packed."""
+    sections: dict[str, Any] = {"train": {"checkpoint_every": 2}, "data": {"packing": "on"}}
     elastic = {"TORCHELASTIC_RUN_ID": "x"}
-    (whole,) = start("whole", 2, train=train)
-    processes = start("run", 1, 1, train=train, before=(None, _kill_at_3))
+    (whole,) = start("whole", 2, **sections)
+    processes = start("run", 1, 1, before=(None, _kill_at_3), **sections)
     _ends([whole, *processes], 0, 1, -signal.SIGKILL)
     (failed,) = events(tmp_path / "runs/run-0", "failed")
     assert "another node is gone without a word" in failed["error"]
     assert failed["worker"] == "drafter-0"
     os.rename(tmp_path / "runs/run-0", tmp_path / "runs/next-1")
-    _ends(start("next", 1, 1, train=train, variables=elastic), 0, 0)
+    _ends(start("next", 1, 1, variables=elastic, **sections), 0, 0)
     resumed = tmp_path / "runs/next-0"
     assert events(resumed, "start")[0]["resumed_step"] == 2
     assert _losses(resumed) == _losses(tmp_path / "runs/whole-0")[2:]
