@@ -8,6 +8,7 @@ from trainer.config import Config, ConfigError
 from trainer.data.batches import BatchPlan, BucketPlan, PackedPlan, Waste
 from trainer.data.buckets import plan_buckets
 from trainer.data.dataset import Dataset
+from trainer.data.errors import DataError
 from trainer.data.packing import pack
 
 
@@ -35,12 +36,18 @@ def arrange(dataset: Dataset, config: Config, obstacle: str = "") -> Arrangement
     Args:
         obstacle: why rows can't be packed; empty where they can.
 
-    Raises ConfigError where packing is asked for and can't be.
+    Raises ConfigError where packing is asked for and can't be, and DataError where no block has a place to begin.
     """
     data, train, size = config.data, config.train, config.drafter.block_size
     if data.packing == "on" and obstacle:
         raise ConfigError(f'data.packing: "on", but {obstacle}; set it to "auto" or "off"')
     candidates = dataset.candidates(data.max_length)
+    if not candidates.any():
+        raise DataError(
+            f"there is nothing to learn: no sample has two response tokens in a row within data.max_length = {data.max_length}",
+            where=str(dataset.path),
+            hint="raise data.max_length",
+        )
 
     def in_buckets() -> tuple[BucketPlan, Waste]:
         buckets = plan_buckets(dataset.lengths, data.bucket_count, data.max_length)

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import dataclasses
 from pathlib import Path
 
 import numpy as np
@@ -11,6 +12,7 @@ from trainer.config import Config, ConfigError, DataConfig, DrafterSection, Trai
 from trainer.data.arrangement import arrange
 from trainer.data.batches import BucketPlan, PackedPlan
 from trainer.data.dataset import Dataset, DatasetWriter
+from trainer.data.errors import DataError
 
 
 def dataset(folder: Path, lengths: list[int]) -> Dataset:
@@ -73,6 +75,17 @@ def test_what_can_not_be_packed(tmp_path: Path) -> None:
     assert isinstance(arrange(data, config("off"), "the target is of glass").plan, BucketPlan)
     with pytest.raises(ConfigError, match=r'packing: "on", but the target is of glass; set it to "auto"'):
         arrange(data, config("on"), "the target is of glass")
+
+
+@pytest.mark.parametrize("packing", ["auto", "on", "off"])
+def test_data_that_teaches_nothing_is_refused(tmp_path: Path, packing: str) -> None:
+    """Prepared for longer rows: what is left of the responses is one token, or none."""
+    whole = config(packing)
+    data = dataset(tmp_path / "d", [62, 126])
+    arrange(data, whole)
+    short = dataclasses.replace(whole, data=dataclasses.replace(whole.data, max_length=32))
+    with pytest.raises(DataError, match=r"two response tokens in a row within data.max_length = 32"):
+        arrange(data, short)
 
 
 def test_one_way_does_not_shuffle_the_other(tmp_path: Path) -> None:
