@@ -24,7 +24,7 @@ from trainer.data.batches import BatchPlan
 from trainer.data.dataset import Dataset
 from trainer.data.errors import DataError
 from trainer.data.prepare import describe, prepare_cached
-from trainer.data.tokenizer import load_tokenizer
+from trainer.data.tokenizer import is_another, load_tokenizer
 from trainer.evaluate import evaluate, read_prompts
 from trainer.events import Events
 from trainer.memory import Prediction, TargetSize
@@ -192,6 +192,7 @@ class Run:
         packing = "on" if batches.packed else "off"
         config = dataclasses.replace(config, data=dataclasses.replace(config.data, packing=packing))
         shape = self._shape(config)
+        dataset.refuse_beyond(shape.vocab_size)
         base = Plan(config, dataset, batches, shape, (), (), self._done, 0, node=self._nodes.rank)
         path = self._path(config.target.model)
         load_target = probe.KeptTargets(
@@ -315,9 +316,8 @@ class Run:
     def _open_data(self, config: Config) -> tuple[Dataset, BatchPlan]:
         events = self._crew.events
         began = time.monotonic()
-        path = self._path(config.data.path)
+        path, target = self._path(config.data.path), self._path(config.target.model)
         if path.is_file():
-            target = self._path(config.target.model)
             path = prepare_cached(
                 [path],
                 target,
@@ -327,6 +327,12 @@ class Run:
             )
         dataset = Dataset.open(path)
         events.dataset(samples=len(dataset), seconds=time.monotonic() - began)
+        if is_another(target, dataset.meta.get("tokenizer_fingerprint", "")):
+            print(
+                f"Warning: the data was prepared with another tokenizer ({dataset.meta['tokenizer']}) than the target's, or by "
+                "another release of its library. If its ids are other words to this target, the drafter learns nothing of use",
+                flush=True,
+            )
         if "rejected" in dataset.meta:
             print("\n".join(describe(dataset.meta)), flush=True)
         chosen = arrange(dataset, config, self._obstacle(config))

@@ -26,6 +26,7 @@ from tests.trainer.pipeline.runs import arguments, events, make_dataset, make_ta
 from trainer import checkpoint, train
 from trainer.data.dataset import DatasetWriter
 from trainer.data.prefetch import Prefetcher
+from trainer.data.tokenizer import fingerprint, load_tokenizer
 from trainer.events import Events
 from trainer.modeling.target import Target
 from trainer.pipeline import drafters
@@ -414,13 +415,39 @@ def test_a_disk_that_takes_no_more_events_ends_the_run(
     assert "the end could not be recorded" in err
 
 
-def test_data_of_another_tokenizer_is_told(tmp_path: Path, start: Start) -> None:
+@pytest.mark.parametrize(("recorded", "worker"), [({}, "target-"), ({"max_token_id": 64}, "main")])
+def test_tokens_beyond_the_vocabulary_are_told(
+    tmp_path: Path, start: Start, recorded: dict[str, Any], worker: str
+) -> None:
+    """Before anything is loaded where the data says so; else when they come."""
     with DatasetWriter(tmp_path / "other") as writer:
         writer.add(np.full(40, 64, dtype=np.int32), np.array([[5, 40]], dtype=np.int32))
-        writer.commit({"sources": ["made"], "tokenizer": "other", "max_length": 128})
+        writer.commit({"sources": ["made"], "tokenizer": "other", "max_length": 128, **recorded})
     assert start("run", data={"path": str(tmp_path / "other")}) == 1
     (failed,) = events(tmp_path / "runs/run", "failed")
     assert "the dataset has token 64, the target's vocabulary ends at 63" in failed["error"]
+    assert failed["worker"].startswith(worker)
+
+
+def test_data_of_another_tokenizer_is_told(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
+    """Whose ids all exist, but mean something else."""
+    tiny = train.resolve("bundled:tiny/target")
+    own = fingerprint(load_tokenizer(tiny))
+    for made, told in ((own, 0), ("another", 1)):
+        with DatasetWriter(tmp_path / made) as writer:
+            writer.add(np.full(40, 9, dtype=np.int32), np.array([[5, 40]], dtype=np.int32))
+            meta = {"sources": ["made"], "tokenizer": "/other", "max_length": 128}
+            writer.commit({**meta, "tokenizer_fingerprint": made})
+        config = write_config(
+            tmp_path / "c.toml",
+            tiny,
+            tmp_path / made,
+            drafter={"target_layer_ids": [1, 2]},
+            train={"steps": 1},
+        )
+        assert train.run(arguments(config, tmp_path / "runs" / made)) == 0
+        said = "Warning: the data was prepared with another tokenizer (/other) than the target's"
+        assert capsys.readouterr().out.count(said) == told
 
 
 def _at_batch(number: int, value: float) -> Callable[..., torch.Tensor]:

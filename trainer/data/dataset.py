@@ -124,6 +124,17 @@ class Dataset:
             counts.append(np.bincount(row_of, weights=each, minlength=len(offsets) - 1).astype(np.int64))
         return np.concatenate(counts)
 
+    def refuse_beyond(self, rows: int, highest: int | None = None) -> None:
+        """Raise DataError where the highest token (by default that of the whole dataset, as far as it is recorded) is none of
+        a target's, whose embedding has so many rows."""
+        highest = self.meta.get("max_token_id", -1) if highest is None else highest
+        if highest >= rows:
+            raise DataError(
+                f"the dataset has token {highest}, the target's vocabulary ends at {rows - 1}",
+                where=str(self.path),
+                hint="prepare the data with this target's tokenizer",
+            )
+
     def origin(self, index: int) -> str:
         """`FILE:LINE` that row `index` was made from."""
         batch, at = self._locate(index)

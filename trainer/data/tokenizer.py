@@ -42,6 +42,15 @@ def fingerprint(tokenizer: Any) -> str:
     return hashlib.sha256(tokenizer.backend_tokenizer.to_str().encode()).hexdigest()[:16]
 
 
+def is_another(path: Path, made: str) -> bool:
+    """Whether a target's tokenizer, read as by `load_tokenizer`, is not the one with the fingerprint `made`; False where
+    there is nothing to compare."""
+    try:
+        return bool(made) and fingerprint(load_tokenizer(path)) != made
+    except DataError:
+        return False
+
+
 def template_hash(template: str) -> str:
     """Short hash of a chat template's text."""
     return hashlib.sha256(template.encode()).hexdigest()[:16]

@@ -12,7 +12,6 @@ import torch
 from torch import Tensor
 from torch._dynamo.exc import RecompileError
 
-from trainer.data.errors import DataError
 from trainer.data.prefetch import Prefetcher, Prepared
 from trainer.events import Events
 from trainer.modeling.target import Target, layer_forward
@@ -190,13 +189,7 @@ class Producer:
         The copies are issued here, in a stream of their own, so that they overlap with what the drafter computes.
         """
         plan, to = self._plan, self.device.torch
-        highest, rows = int(prepared.batch.input_ids.max()), plan.shape.vocab_size
-        if highest >= rows:
-            raise DataError(
-                f"the dataset has token {highest}, the target's vocabulary ends at {rows - 1}",
-                where=str(plan.dataset.path),
-                hint="prepare the data with this target's tokenizer",
-            )
+        plan.dataset.refuse_beyond(plan.shape.vocab_size, int(prepared.batch.input_ids.max()))
         view = self._views[prepared.k % plan.drafters]
         batch = prepared.batch
         inputs = (batch.input_ids, batch.lengths, batch.starts)
