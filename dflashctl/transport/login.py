@@ -136,7 +136,7 @@ def _held_by_agent(file: Path, agent_keys: list[AgentKey]) -> AgentKey | None:
 
 
 def log_in(endpoint: Endpoint, connection: Connection, limit: float) -> None:
-    """Offer one key after the other, within `limit` seconds an answer. Raises UnreachableError."""
+    """Offer one key after the other, each answered within `limit` seconds. Raises UnreachableError."""
     import paramiko
 
     connection.auth_timeout = limit
@@ -151,7 +151,8 @@ def log_in(endpoint: Endpoint, connection: Connection, limit: float) -> None:
             break
         except (paramiko.SSHException, EOFError, OSError) as error:
             refused.append(identity.words)
-            if connection.is_active() and isinstance(error, paramiko.AuthenticationException):
+            refusal = isinstance(error, paramiko.AuthenticationException) and not _unanswered(error)
+            if connection.is_active() and refusal:
                 continue
             raise _login_broke(endpoint, refused, error, limit) from error
         if not further:
@@ -161,12 +162,18 @@ def log_in(endpoint: Endpoint, connection: Connection, limit: float) -> None:
     raise _login_refused(endpoint, identities, refused, allowed)
 
 
+def _unanswered(error: Exception) -> bool:
+    """Whether paramiko gave the waiting up. It raises the same class for that as for a refusal, and leaves the line open."""
+    return "timeout" in str(error).lower()
+
+
 def _login_broke(endpoint: Endpoint, tried: list[str], error: Exception, limit: float) -> UnreachableError:
-    if "timeout" in str(error).lower():
+    if _unanswered(error):
         return UnreachableError(
-            f"the login at {endpoint.login} got no answer within {limit:g} s",
+            f"the login at {endpoint.login} got no answer within {round(limit, 1):g} s",
             where=f"tried {tried[-1]}",
-            hint="the host is overloaded, or its agent or PAM hangs; raise connect_timeout, or try ssh by hand",
+            hint="the network or the host hangs, or the agent waits for you to touch or confirm a key; "
+            "raise connect_timeout, or try ssh by hand",
         )
     return UnreachableError(
         f"{endpoint.login} broke the login off after {len(tried)} key{'s' if len(tried) != 1 else ''}",
