@@ -9,7 +9,7 @@ import time
 from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass, field, replace
 from pathlib import Path
-from typing import TYPE_CHECKING
+from typing import TYPE_CHECKING, Any
 
 from dflashctl.config import Host
 from dflashctl.errors import UnreachableError
@@ -25,9 +25,36 @@ KEEPALIVE = 15
 """Seconds of quiet after which a sign of life is sent."""
 
 DEAD_AFTER = 30
-"""Seconds a sent byte may stay unacknowledged before the connection counts as lost."""
+"""Seconds a sent byte may stay unacknowledged, or a socket full, before the connection counts as lost."""
 
 MAX_JUMPS = 8
+
+
+class _Line:
+    """A socket, or the like, that is dead once it has taken nothing for DEAD_AFTER seconds: paramiko would try for ever.
+
+    TCP_USER_TIMEOUT does as much for TCP on Linux alone; a ProxyCommand that hangs is no TCP at all.
+    """
+
+    def __init__(self, sock: socket.socket | paramiko.Channel) -> None:
+        self._sock = sock
+        self._full_since: float | None = None
+
+    def send(self, data: bytes) -> int:
+        try:
+            sent = self._sock.send(data)
+        except TimeoutError:
+            now = time.monotonic()
+            self._full_since = self._full_since or now
+            if now - self._full_since > DEAD_AFTER:
+                self._sock.close()  # who reads from it must know as well
+                raise ConnectionError(f"nothing was taken for {DEAD_AFTER:g} s") from None
+            raise
+        self._full_since = None
+        return sent
+
+    def __getattr__(self, name: str) -> Any:
+        return getattr(self._sock, name)
 
 
 @dataclass
@@ -121,7 +148,7 @@ class Dialer:
         import paramiko
 
         try:
-            connection = paramiko.Transport(sock)
+            connection = paramiko.Transport(_Line(sock))  # type: ignore[arg-type]
         except (paramiko.SSHException, OSError) as error:
             sock.close()
             raise UnreachableError(f"{endpoint.login} can't be spoken to: {error_words(error)}") from error

@@ -122,10 +122,17 @@ class SshChannel(Channel):
         connection: paramiko.Transport,
         lost: Callable[[], ConnectionLostError],
     ) -> None:
+        import paramiko
+
         self._channel = channel
         self._connection = connection
         self._lost = lost
         self._tail = Tail()
+        self._breaks = (
+            OSError,
+            EOFError,
+            paramiko.SSHException,
+        )  # the last: new keys were due, and none came
         channel.settimeout(base.WRITE_STALL)
         self._drainer = threading.Thread(target=self._drain_stderr, name="stderr", daemon=True)
         self._drainer.start()
@@ -136,7 +143,7 @@ class SshChannel(Channel):
                 data = self._channel.recv_stderr(CHUNK)
             except TimeoutError:
                 continue
-            except (OSError, EOFError):
+            except self._breaks:
                 return
             if not data:
                 return
@@ -157,6 +164,8 @@ class SshChannel(Channel):
                 continue
             except (OSError, EOFError) as error:
                 raise self._broken() from error
+            except self._breaks as error:
+                raise self._lost() from error
             if sent == 0:
                 raise self._broken()
             view = view[sent:]
@@ -166,7 +175,7 @@ class SshChannel(Channel):
         return self._lost() if self._is_lost() else BrokenPipeError("the program has closed its stdin")
 
     def close_stdin(self) -> None:
-        with contextlib.suppress(OSError, EOFError):
+        with contextlib.suppress(*self._breaks):
             self._channel.shutdown_write()
 
     def read(self, timeout: float) -> bytes:
@@ -175,7 +184,7 @@ class SshChannel(Channel):
             data: bytes = self._channel.recv(CHUNK)
         except TimeoutError:
             raise TimeoutError(f"no output for {timeout:g} s") from None
-        except (OSError, EOFError) as error:  # who reads also answers, on a line that may just have died
+        except self._breaks as error:  # who reads also answers, on a line that may just have died
             raise self._lost() from error
         finally:
             self._channel.settimeout(base.WRITE_STALL)
@@ -204,7 +213,7 @@ class SshChannel(Channel):
         return code if code >= 0 else None
 
     def close(self) -> None:
-        with contextlib.suppress(OSError, EOFError):
+        with contextlib.suppress(*self._breaks):
             self._channel.close()
         self._drainer.join(1)
 

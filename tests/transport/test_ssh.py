@@ -21,10 +21,11 @@ from paramiko import SSHException
 
 from dflashctl.config import Host
 from dflashctl.errors import ConnectionLostError, ExitCode, UnreachableError
-from dflashctl.transport import login
+from dflashctl.transport import dial, login
 from dflashctl.transport.base import Channel
 from dflashctl.transport.hostkeys import fingerprint, read
 from dflashctl.transport.ssh import SshTransport, _closed_after
+from tests.testhost import FaultyProxy
 from tests.transport.conftest import Server, children, free_port, make_key
 
 MakeServer = Callable[..., Server]
@@ -298,6 +299,21 @@ def test_too_many_keys(make_server: MakeServer, tmp_path: Path) -> None:
     assert "identity_file" in error.hint
 
 
+def test_a_line_that_dies_during_the_login_is_no_refusal(server: Server, client_home: Path) -> None:
+    """Nor is each further key waited for."""
+    for kind in ("ed25519", "ecdsa"):
+        make_key(client_home / ".ssh" / f"id_{kind}", kind=kind)
+    server.known_hosts.unlink()
+    with FaultyProxy(server.port) as proxy:
+        question = SshTransport(
+            server.host(port=proxy.port, identity_file=None, connect_timeout=0.6),
+            confirm=lambda _: proxy.stall() is None,
+        )
+        error = refused(question)
+    assert "got no answer within" in error.message
+    assert error.where.count("SHA256") == 1
+
+
 def test_a_host_that_takes_no_keys(make_server: MakeServer) -> None:
     server = make_server(PubkeyAuthentication="no", PasswordAuthentication="yes")
     error = refused(SshTransport(server.host()))
@@ -401,7 +417,9 @@ def test_a_connection_cut_in_mid_stream(server: Server) -> None:
         assert ssh.run(["echo", "again"], timeout=10).stdout == b"again\n", "the next call dials anew"
 
 
-@pytest.mark.parametrize("error", [EOFError(), OSError("Socket is closed"), BrokenPipeError()])
+@pytest.mark.parametrize(
+    "error", [EOFError(), OSError("Socket is closed"), BrokenPipeError(), SSHException("new keys never came")]
+)
 def test_a_line_that_dies_while_its_window_is_widened(
     server: Server, monkeypatch: pytest.MonkeyPatch, error: Exception
 ) -> None:
@@ -508,6 +526,11 @@ def config_for(server: Server, alias: str, *more: str) -> str:
     return "\n  ".join(lines) + "\n"
 
 
+def proxy_command(gate: Server) -> str:
+    known = f"-F none -i {gate.key} -o UserKnownHostsFile={gate.known_hosts}"
+    return f"ssh {known} -p {gate.port} {getpass.getuser()}@127.0.0.1 -W %h:%p"
+
+
 def logins(server: Server) -> int:
     return (server.folder / "log").read_text().count("Accepted publickey")
 
@@ -571,14 +594,26 @@ def test_the_jump_hosts_key_is_verified_too(make_server: MakeServer) -> None:
 def test_proxy_command(make_server: MakeServer, client_home: Path) -> None:
     gate, inner = make_server(), make_server()
     (client_home / ".ssh" / "config").write_text(
-        f"Host inner\n  HostName 127.0.0.1\n  ProxyCommand ssh -F none -i {gate.key} -o UserKnownHostsFile={gate.known_hosts} "
-        f"-p {gate.port} {getpass.getuser()}@127.0.0.1 -W %h:%p\n"
+        f"Host inner\n  HostName 127.0.0.1\n  ProxyCommand {proxy_command(gate)}\n"
     )
     with SshTransport(inner.host(address="inner")) as ssh:
         assert ssh.run(["echo", "there"], timeout=10).stdout == b"there\n"
         proxy = ssh._dialer._proxies[0]
     assert proxy.returncode is not None
     assert (logins(gate), logins(inner)) == (1, 1)
+
+
+def test_a_proxy_command_that_hangs(
+    server: Server, client_home: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """No kernel notices that, and paramiko would try to write for ever."""
+    monkeypatch.setattr(dial, "DEAD_AFTER", 0.2)
+    (client_home / ".ssh" / "config").write_text(f"Host *\n  ProxyCommand {proxy_command(server)}\n")
+    with SshTransport(server.host()) as ssh:
+        channel = ssh.open(["cat"], timeout=10)
+        os.kill(ssh._dialer._proxies[0].pid, signal.SIGSTOP)
+        with pytest.raises(ConnectionLostError):
+            channel.write(bytes(1_000_000))
 
 
 def test_a_proxy_command_that_fails(server: Server, client_home: Path) -> None:
