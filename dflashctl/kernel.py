@@ -7,6 +7,8 @@ from collections.abc import Iterable, Sequence
 from datetime import datetime
 from typing import TYPE_CHECKING
 
+from dflashctl.errors import PreflightError
+
 if TYPE_CHECKING:
     from dflashctl.transport import Transport
 
@@ -25,13 +27,20 @@ _STAMP = re.compile(r"^(\d{4}-\d\d-\d\dT\d\d:\d\d:\d\d)(?:[.,](\d{1,6})\d*)?([+-
 def read(transport: Transport, since: float | None) -> tuple[list[str], str]:
     """(lines, why they could not be read). `transport` leads to the host itself; since: seconds since the epoch.
 
-    Raises what the transport raises.
+    Raises what the transport's `open` raises, but for a program that is not there or does not end in time.
     """
     start = [f"--since=@{int(since - SKEW)}"] if since is not None else []
     asked = ["journalctl", "-k", "--no-pager", "-q", "-o", "short-iso-precise", "-n", str(LINES), *start]
     why = ""
     for argv in (asked, ["dmesg", "--time-format", "iso"]):
-        done = transport.run(argv, timeout=TIMEOUT)
+        try:
+            done = transport.run(argv, timeout=TIMEOUT)
+        except TimeoutError:
+            why = why or f"{argv[0]} did not end within {TIMEOUT:g} s"
+            continue
+        except PreflightError as error:
+            why = why or error.message
+            continue
         text = done.stdout.decode("utf-8", "replace")
         if done.exit_code == 0 and text.strip():
             lines = text.splitlines()[-LINES:]

@@ -4,10 +4,14 @@ from __future__ import annotations
 
 from collections.abc import Sequence
 from dataclasses import dataclass, field
+from pathlib import Path
+
+import pytest
 
 from dflashctl import kernel
 from dflashctl.diagnose import diagnose
 from dflashctl.transport import Result
+from dflashctl.transport.local import LocalTransport
 
 XID = (
     "2026-11-29T10:00:00+0000 pve1 kernel: NVRM: Xid (PCI:0000:41:00): 79, pid=0, GPU has fallen off the bus."
@@ -65,6 +69,25 @@ def test_no_right_to_read_is_said() -> None:
     lines, why = kernel.read(host, None)  # type: ignore[arg-type]
     assert lines == []
     assert why
+
+
+def test_a_journal_that_hangs_and_one_that_is_not_there(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """The ring buffer may still tell; where it does not either, why is told and nothing is raised."""
+    monkeypatch.setattr(kernel, "TIMEOUT", 0.2)
+    monkeypatch.setenv("PATH", str(tmp_path))
+    program(tmp_path / "dmesg", f"echo '{XID}'")
+    with LocalTransport() as here:
+        assert kernel.read(here, None) == ([XID], "")
+        program(tmp_path / "journalctl", "exec /bin/sleep 60")
+        (tmp_path / "dmesg").unlink()
+        assert kernel.read(here, None) == ([], "journalctl did not end within 0.2 s")
+
+
+def program(path: Path, text: str) -> None:
+    path.write_text(f"#!/bin/sh\n{text}\n")
+    path.chmod(0o755)
 
 
 def test_the_kernel_outranks_the_log() -> None:
