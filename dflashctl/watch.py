@@ -176,10 +176,16 @@ class Watcher:
         yield Look(final.snapshot, final.verdict, elapsed, True)
 
     def news(self, tail: Tail) -> Snapshot:
-        """One snapshot with GPUs, of the log only what is new; `tail` holds the rest of it."""
+        """One snapshot with GPUs, of the log only what is new; `tail` holds the rest of it.
+
+        What is written to the log after the first question is left to the next look: it may be more than the line carries.
+        """
+        goal = None
         while True:
             snapshot = self.ask(tail.kept, True, log_since=tail.where, gpu_fresh=GPU_FRESH)
-            if not tail.take(snapshot.raw.get("log") or {}):
+            goal = snapshot.log.size if goal is None else goal
+            more = tail.take(snapshot.raw.get("log") or {})
+            if not more or goal is None or tail.where["offset"] >= goal:
                 return tail.put_into(snapshot, SHOWN_LINES)
 
     def keep(

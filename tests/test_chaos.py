@@ -63,6 +63,9 @@ __all__ = [
     "trainer",
 ]
 
+QUIET, _ = os.pipe()
+"""The stdin of an agent whom nobody asks anything."""
+
 FILES = ("state.json", "manifest.json", "events.jsonl", "run.log", "log.index", "stop.json", "config.toml")
 
 
@@ -94,7 +97,7 @@ def lay(workspace: Path, run_id: str, **contents: Any) -> Path:
 
 def questions(workspace: Path, run_id: str) -> dict[str, Callable[[], Any]]:
     """Every question about a run that changes nothing, put to an agent in this process."""
-    agent = Agent("n", Input(os.open(os.devnull, os.O_RDONLY)), os.open(os.devnull, os.O_WRONLY))
+    agent = Agent("n", Input(QUIET), os.open(os.devnull, os.O_WRONLY))
     where = str(workspace)
     return {
         "snapshot": lambda: agent.do_snapshot(where, run_id, want_gpu=False),
@@ -190,12 +193,14 @@ def replace(path: Path, kind: str) -> None:
         path.symlink_to("/dev/zero")
     elif kind == "loop":
         path.symlink_to(path)
+    elif kind == "binary":
+        path.write_bytes(b"\xff\xfe\x80\0" * 100)
     elif kind == "huge":
         with path.open("wb") as file:
             file.truncate(1 << 30)
 
 
-@pytest.mark.parametrize("kind", ["fifo", "folder", "endless", "loop", "huge"])
+@pytest.mark.parametrize("kind", ["fifo", "folder", "endless", "loop", "huge", "binary"])
 def test_whatever_lies_in_place_of_a_file_no_question_hangs(
     runner: Runner, session: Session, kind: str
 ) -> None:
@@ -209,6 +214,7 @@ def test_whatever_lies_in_place_of_a_file_no_question_hangs(
             "snapshot": {"want_gpu": False},
             "follow": {"lines": 5, "wait": False},
             "stop": {"grace": 0},
+            "config": {},
         }
         for method, params in asked.items():
             with contextlib.suppress(DflashError):  # a refusal; after silence there is another agent

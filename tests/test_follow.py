@@ -15,8 +15,10 @@ from hypothesis import strategies as st
 
 from dflashctl.errors import ContainerError, NotFoundError, UnreachableError
 from dflashctl.follow import End, Line, Notice, SinceError, Start, _Lines, follow, parse_since
+from dflashctl.remote.agent import Agent, Input
 from dflashctl.remote.session import Session
 from dflashctl.transport.hostkeys import HostKeyError
+from dflashctl.transport.local import LocalChannel
 from tests.running import Runner, runner, session, wait_for
 
 __all__ = ["runner", "session"]
@@ -134,6 +136,44 @@ def test_the_last_lines_only_and_no_waiting(runner: Runner, session: Session) ->
     assert texts(items) == ["48", "49", "half"]
     assert items[-1].standing == "running"
     assert texts(run_follow(runner, "a", Start(lines=0), wait=False)) == []
+
+
+def test_a_log_that_is_left_is_not_sent_to_its_end(
+    runner: Runner, session: Session, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """As by `logs | head`: what nobody reads any more must not come over the line."""
+    runner.start(session, "a")
+    runner.ended("a")
+    (runner.run_dir("a") / "run.log").write_bytes((b"x" * 79 + b"\n") * 500_000)
+    items = session.stream("follow", run_id="a", offset=0, wait=False)
+    assert [list(next(items)) for _ in range(2)] == [["at", "inode", "size"], ["offset", "data"]]
+    came: list[bytes] = []
+    read = LocalChannel.read
+    monkeypatch.setattr(LocalChannel, "read", lambda *given: came.append(read(*given)) or came[-1])
+    items.close()
+    assert sum(map(len, came)) < 8_000_000
+    assert session.call("list")["runs_known"] == 1
+
+
+def test_a_log_that_grows_faster_than_it_is_sent_has_an_end(tmp_path: Path) -> None:
+    """Whoever does not follow gets what was there."""
+    folder = tmp_path / "dflash" / "runs" / "a"
+    folder.mkdir(parents=True)
+    (folder / "manifest.json").write_text("{}")
+    log = folder / "run.log"
+    log.write_bytes(b"a line\n")
+
+    class Quick(Agent):
+        def send(self, frame: dict[str, Any]) -> None:
+            if "data" in frame["item"] and log.stat().st_size < 1000:
+                with log.open("ab") as file:
+                    file.write(b"another\n" * 2)
+
+    stdin, kept = os.pipe()
+    Quick("n", Input(stdin), -1).do_follow(str(tmp_path), "a", offset=0, wait=False)
+    os.close(stdin)
+    os.close(kept)
+    assert log.stat().st_size < 30
 
 
 def test_a_line_is_there_within_200_ms(runner: Runner, session: Session) -> None:

@@ -8,9 +8,11 @@ import time
 import pytest
 
 from dflashctl.errors import NotFoundError, UnreachableError
+from dflashctl.remote import journal
 from dflashctl.remote.session import PATH
 from dflashctl.snapshot import Snapshot
 from dflashctl.status import judge
+from dflashctl.tail import Tail
 from dflashctl.transport.hostkeys import HostKeyError
 from dflashctl.watch import Dropped, Look, Watcher
 from tests.cli import scripts
@@ -284,6 +286,26 @@ def test_a_run_in_sight_has_only_its_new_bytes_read(start, runner):
         assert isinstance(next(looks), Dropped)
         assert next(looks).snapshot.raw["log"]["read_bytes"] == total  # goes on where it was
     assert len(opened) == 2
+
+
+def test_a_log_that_grows_faster_than_it_is_read_is_shown_all_the_same(tmp_path, monkeypatch):
+    log, counter = tmp_path / "run.log", journal.LineCounter()
+    log.write_bytes(b"x" * 79 + b"\n")
+    watcher, asked = Watcher(None, "a"), []
+
+    def ask(lines, gpus, log_since, gpu_fresh):
+        asked.append(log_since)
+        part = journal.log_news(str(log), lines, log_since, counter)
+        if len(asked) < 20:
+            with log.open("ab") as file:
+                file.write((b"x" * 79 + b"\n") * 100)
+        return Snapshot.parse({"log": {**part, "size": log.stat().st_size}})
+
+    monkeypatch.setattr(watcher, "ask", ask)
+    tail = Tail(10)
+    assert watcher.news(tail).log.lines == ("x" * 79,) * 10
+    assert len(asked) < 4
+    assert watcher.news(tail).log.lines == ("x" * 79,) * 10
 
 
 @pytest.mark.parametrize(("script", "state", "code"), [("FINISHES", "finished", 0), ("CRASHES", "failed", 3)])

@@ -24,6 +24,9 @@ PIECE = 192 * 1024
 POLL = 0.05
 """Seconds between two looks at a log that is followed."""
 
+CONFIG_LIMIT = 1024 * 1024
+"""Characters of a run's configuration that are read; ours are a few thousand long."""
+
 PULSE = 5.0
 """Seconds of silence after which the agent says that it is still there."""
 
@@ -61,8 +64,8 @@ class Input:
         """Sleep; raises Gone at once when stdin ends. Returns whether a further request waits."""
         deadline = time.monotonic() + seconds
         while b"\n" not in self.buffer:
-            left = deadline - time.monotonic()
-            if left <= 0 or not select.select([self.fd], [], [], left)[0]:
+            left = max(0.0, deadline - time.monotonic())
+            if not select.select([self.fd], [], [], left)[0]:
                 return False
             self.fill()
         return True
@@ -185,8 +188,9 @@ class Agent:
     def do_config(self, workspace, run_id=None):
         """The configuration a run was launched with, to launch another like it."""
         folder = store.find_run(workspace, run_id)
-        with open(os.path.join(folder, "config.toml"), encoding="utf-8") as file:
-            text = file.read()
+        path = os.path.join(folder, "config.toml")
+        with open(supervisor.open_regular(path), encoding="utf-8", errors="replace") as file:
+            text = file.read(CONFIG_LIMIT)
         manifest = supervisor.read_json(os.path.join(folder, "manifest.json")) or {}
         run_id = os.path.basename(folder)
         return {"run_id": run_id, "name": manifest.get("name", run_id), "path": folder, "config_toml": text}
@@ -262,9 +266,9 @@ class Follower:
         self.offset = 0
         self.say({why: True})
 
-    def drain(self):
-        """Send all that is there."""
-        while data := os.pread(self.fd, PIECE, self.offset):
+    def drain(self, end=None):
+        """Send all that is there; only up to `end` where given, for a log may grow faster than the line carries it."""
+        while data := os.pread(self.fd, PIECE if end is None else min(PIECE, end - self.offset), self.offset):
             self.say({"offset": self.offset, "data": base64.b64encode(data).decode()})
             self.offset += len(data)
             if self.agent.source.pause(0):
@@ -299,6 +303,7 @@ class Follower:
 
     def _stream(self, wait):
         looked = 0.0
+        end = None if wait else os.fstat(self.fd).st_size
         state = standing = stamp = None
         while True:
             now = time.monotonic()
@@ -307,7 +312,7 @@ class Follower:
                 stamp, looked = seen, now
                 state, _ = self.run.read_process()
                 standing = probe.standing(state) if state else "lost"
-            self.drain()  # after the look at the state: what an ended run wrote is then all there
+            self.drain(end)  # after the look at the state: what an ended run wrote is then all there
             if not wait or standing in ("exited", "lost"):
                 return {"state": state, "standing": standing}
             if now - self.agent.said > PULSE:
