@@ -223,6 +223,8 @@ def stop(run_dir, grace, pause):
     standing = probe.standing(state)
     if standing in ("exited", "lost"):
         return {"state": state, "was_running": False, "killed": False, "lost": standing == "lost"}
+    if standing == "starting":
+        state = await_takeover(run_dir)  # a supervisor that has read its record would not see this stop
     request = {"requested": time.time(), "grace": grace}
     supervisor.write_json(os.path.join(run_dir, "stop.json"), request)
     deadline = time.monotonic() + grace + supervisor.STRAY_WAIT

@@ -6,6 +6,7 @@ import json
 import os
 import signal
 import subprocess
+import sys
 import threading
 import time
 from pathlib import Path
@@ -122,6 +123,40 @@ def test_stop_without_a_supervisor(runner: Runner, session: Session, script: str
     assert answer["state"]["status"] == "exited"
     assert "supervisor was gone" in answer["state"]["error"]
     assert supervisor.members(state["pgid"]) == set()
+
+
+SLOW_SUPERVISOR = """
+import sys
+from dflashctl.remote.supervisor import Supervisor
+found = Supervisor(sys.argv[1])
+print("read", flush=True)
+sys.stdin.read(1)
+found.run()
+"""
+
+
+def test_stop_waits_for_a_supervisor_that_is_just_starting_the_trainer(
+    tmp_path: Path,
+) -> None:
+    """It has read the record already: what a stop wrote there it would overwrite, and the run would go on."""
+    spec = {"argv": [sys.executable, "-c", SLEEP], "cwd": "/", "environment": {}, "grace": 5}
+    files = {"manifest.json": {}, "state.json": supervisor.new_state("a", None), "start.json": spec}
+    folder = store.create_run(str(tmp_path), "a", {name: json.dumps(value) for name, value in files.items()})
+    guard = subprocess.Popen(
+        [sys.executable, "-c", SLOW_SUPERVISOR, folder], stdin=subprocess.PIPE, stdout=subprocess.PIPE
+    )
+    assert guard.stdout
+    assert guard.stdout.readline() == b"read\n"
+    answers: list[dict] = []
+    stopping = threading.Thread(target=lambda: answers.append(control.stop(folder, 5.0, time.sleep)))
+    stopping.start()
+    stopping.join(0.2)
+    guard.communicate(b"x")
+    stopping.join(10)
+    state = probe.read_state(folder)
+    assert answers
+    assert state == answers[0]["state"]
+    assert (state["status"], state["signal"], state["stopped_by"]) == ("exited", "SIGTERM", "dflashctl stop")
 
 
 def test_a_supervisor_that_does_not_answer_is_killed(
