@@ -26,7 +26,7 @@ def again(s: Snapshot) -> dict[str, Any]:
         lost = f", {count(last.step - step)} steps ({duration(last.t - t)}) of work lost"
     return {
         "act": "do",
-        "advice": f"dflashctl launch --resume {s.run_id}",
+        "advice": f"dflashctl launch --resume {s.typed}",
         "work": f"Last checkpoint: step {count(step)}{lost}.",
     }
 

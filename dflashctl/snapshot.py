@@ -7,6 +7,7 @@ missing, of another type or cut short becomes unread, so that one part's failure
 from __future__ import annotations
 
 import math
+import shlex
 from collections.abc import Mapping
 from dataclasses import dataclass, field
 from typing import TYPE_CHECKING, Any
@@ -260,6 +261,11 @@ class Snapshot:
             disk=mapping(whole_answer.get("disk")),
             raw=whole_answer,
         )
+
+    @property
+    def typed(self) -> str:
+        """The run's id as a shell takes it: a folder over there may have been given any name."""
+        return shlex.quote(self.run_id)
 
     def warmup(self, phase: str) -> float:
         """Seconds that phase may be silent."""

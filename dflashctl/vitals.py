@@ -51,7 +51,7 @@ def _worker_failed(s: Snapshot, failed: Mapping[str, Any], now: float, phase: st
     if age < EXIT_GRACE:
         return Verdict.of("failed", phase, f"{reason}; the run is ending", settling=True, **more, **again(s))
     going_on = again(s)
-    going_on["advice"] = f"dflashctl stop {s.run_id} && {going_on['advice']}"
+    going_on["advice"] = f"dflashctl stop {s.typed} && {going_on['advice']}"
     return Verdict.of(
         "failed", phase, f"{reason}, {duration(age)} ago, yet the process lives on", **more, **going_on
     )
@@ -80,7 +80,7 @@ def _warming(s: Snapshot, state: State, previous: Snapshot | None, now: float, p
             phase,
             reason,
             act="do",
-            advice=f"dflashctl logs {s.run_id} -n 200; then  dflashctl stop {s.run_id} && {going_on['advice']}",
+            advice=f"dflashctl logs {s.typed} -n 200; then  dflashctl stop {s.typed} && {going_on['advice']}",
             rests_on=f"no event and {'no ' if not active else 'only '}activity since; {facts}",
         )
     left = window - silent
@@ -107,7 +107,7 @@ def _training(s: Snapshot, now: float, phase: str) -> Verdict:
         takes = f"; a step takes {duration(last.step_s)}" if last.step_s is not None else ""
         return _stalled(s, f"no step for {duration(ago)}{takes}", phase, rests)
     if sick := _nonfinite(s, last):
-        advice = f"lower train.learning_rate or check the data; see where it began: dflashctl logs {s.run_id} -n 200"
+        advice = f"lower train.learning_rate or check the data; see where it began: dflashctl logs {s.typed} -n 200"
         return Verdict.of("degraded", phase, sick, act="do", advice=advice, rests_on=rests)
     left = remaining(last)
     advice = "nothing to do" + (f", about {duration(left)} to go" if left is not None else "")
@@ -139,7 +139,7 @@ def _finishing(s: Snapshot, phase: str, silent: float, rests: str) -> Verdict:
 def _stalled(s: Snapshot, reason: str, phase: str, rests: str) -> Verdict:
     going_on = again(s)
     return Verdict.of(
-        "stalled", phase, reason, act="do", advice=f"dflashctl stop {s.run_id} && {going_on['advice']}", work=going_on["work"],
+        "stalled", phase, reason, act="do", advice=f"dflashctl stop {s.typed} && {going_on['advice']}", work=going_on["work"],
         rests_on=rests + _gpu_words(s),
     )  # fmt: skip
 

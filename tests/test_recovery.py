@@ -8,6 +8,7 @@ import pytest
 from dflashctl.diagnose import Diagnosis
 from dflashctl.recovery import again, mended
 from dflashctl.snapshot import Snapshot
+from dflashctl.status import judge
 
 LOST = Path(__file__).parent / "render/snapshots/lost.json"
 
@@ -21,6 +22,12 @@ def test_with_a_checkpoint_the_run_is_resumed_and_the_steps_behind_it_are_lost()
     assert f"{last['step'] - saved['step']:,} steps" in going_on["work"]
     saved["step"] = last["step"]
     assert again(Snapshot.parse(made))["work"] == f"Last checkpoint: step {last['step']:,}."
+
+
+def test_any_name_of_a_run_is_one_word_of_the_command():
+    made = Snapshot.parse({**json.loads(LOST.read_text()), "run_id": "my run; id"})
+    assert again(made)["advice"] == "dflashctl launch --resume 'my run; id'"
+    assert "--resume 'my run; id'" in judge(made).advice + judge(made).work
 
 
 @pytest.mark.parametrize(

@@ -22,6 +22,9 @@ def hosts(ctx: typer.Context, incomplete: str) -> list[str]:
 
 def runs(incomplete: str) -> list[str]:
     """Runs remembered by earlier commands, newest first."""
+    import shlex
+
     from dflashctl.cli import seen
 
-    return [run for run in seen.load() if run.startswith(incomplete)]
+    # what a shell would take for more than a word is none of ours: whoever can make folders over there names them
+    return [run for run in seen.load() if run.startswith(incomplete) and shlex.quote(run) == run]

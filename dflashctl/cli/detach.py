@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import shlex
 from typing import TYPE_CHECKING
 
 from dflashctl.errors import ExitCode
@@ -13,7 +14,9 @@ if TYPE_CHECKING:
 def detached(place: Place, run: str | None) -> ExitCode:
     """Say that the run goes on, and what ends it; returns the command's exit code."""
     there = "" if place.host.name == place.hosts.default_name else f" -H {place.host.name}"
-    return _left(f"detached; the run goes on. To end it:  dflashctl stop{f' {run}' if run else ''}{there}")
+    return _left(
+        f"detached; the run goes on. To end it:  dflashctl stop{f' {shlex.quote(run)}' if run else ''}{there}"
+    )
 
 
 def left_stopping() -> ExitCode:

@@ -44,8 +44,9 @@ def launched(found: Launched, label: str, terminal: Terminal) -> list[str]:
     parts = [f"pid {pid}"] if pid is not None else []
     parts += [f"unit {unit}"] if unit else []
     parts.append(f"log {found.path}/run.log")
-    lines = wrap(harmless(", ".join(parts)), columns, "    ", f"{found.run_id} launched   ")
-    lines[0] = lines[0].replace(found.run_id, terminal.style(found.run_id, "bold"), 1)
+    run_id = harmless(found.run_id)
+    lines = wrap(harmless(", ".join(parts)), columns, "    ", f"{run_id} launched   ")
+    lines[0] = lines[0].replace(run_id, terminal.style(run_id, "bold"), 1)
     return out + lines
 
 

@@ -4,7 +4,7 @@ import json
 
 import pytest
 
-from dflashctl.cli import seen
+from dflashctl.cli import complete, seen
 
 
 @pytest.fixture(autouse=True)
@@ -38,3 +38,9 @@ def test_an_unwritable_home_is_no_error(monkeypatch, tmp_path):
     monkeypatch.setenv("XDG_STATE_HOME", str(tmp_path / "file"))
     seen.remember({"a": "h"})
     assert seen.load() == {}
+
+
+def test_names_that_a_shell_would_run_are_not_completed():
+    """A folder over there may have been given any name, and completion puts it on the command line unquoted."""
+    seen.remember({"a$(id)": "h", "a;id": "h", "a b": "h", "a\nid": "h", "a-1": "h"})
+    assert complete.runs("a") == ["a-1"]
