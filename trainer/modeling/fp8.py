@@ -20,13 +20,25 @@ SIDES = 16
 
 def require(setting: str, device: torch.device, sides: Iterable[int] = ()) -> None:
     """Raise ModelError, which names the setting, where the device can't, or matrices of these sides can't be."""
-    lacking, odd = "", sorted(side for side in set(sides) if side % SIDES)
-    if device.type != "cuda" or torch.cuda.get_device_capability(device) < (8, 9):
-        lacking = f"a GPU of compute capability 8.9 or newer, which {device} is not"
-    elif odd:
+    odd = sorted(side for side in set(sides) if side % SIDES)
+    lacking = _lacking(device)
+    if odd and not lacking:
         lacking = f"matrices whose sides are multiples of {SIDES}; the target has {odd}"
     if lacking:
         raise ModelError(f"{setting} needs {lacking}. Leave it out, or set it to false")
+
+
+def _lacking(device: torch.device) -> str:
+    """What it takes that the device does not have; empty: nothing."""
+    if device.type != "cuda" or torch.cuda.get_device_capability(device) < (8, 9):
+        return f"a GPU of compute capability 8.9 or newer, which {device} is not"
+    try:  # no capability says it: cuBLAS refuses scales by row on some newer cards (pytorch/pytorch#192707)
+        some = torch.ones(SIDES, SIDES, device=device)
+        multiply(to_fp8(some), to_fp8(some), some.dtype)
+    except RuntimeError as error:
+        first = str(error).partition("\n")[0]
+        return f"products in 8 bits with a scale a row, which {device} refuses (PyTorch {torch.__version__}: {first})"
+    return ""
 
 
 def to_fp8(x: Tensor) -> tuple[Tensor, Tensor]:
@@ -43,11 +55,12 @@ def multiply(
     exact_sum: add in float32 throughout. Tensor cores keep fewer bits of a running sum, which tells where k is large
     (arXiv:2412.19437, section 3.3.2: 2 % at 4096).
     """
-    return torch._scaled_mm(
+    out = torch._scaled_mm(
         rows[0],
         weight[0].T,
         scale_a=rows[1],
         scale_b=weight[1].T,
-        out_dtype=dtype,
+        out_dtype=torch.bfloat16,  # the one that every card's kernels have
         use_fast_accum=not exact_sum,
     )
+    return out.to(dtype)
