@@ -1,4 +1,4 @@
-"""What a run will take of each device, from shapes alone, before anything is loaded.
+"""What targets, drafters and their steps take, from shapes alone; room.py makes of it what each device of a run holds.
 
 Weights, gradients and optimizer state are exact. Activations are counted from what each operation saves for the
 backward: of the eager path as written in `trainer/modeling`, of the compiled one as PyTorch's min-cut partitioner decides
@@ -8,26 +8,16 @@ backward: of the eager path as written in `trainer/modeling`, of the compiled on
 from __future__ import annotations
 
 import functools
-from collections.abc import Callable, Iterator, Mapping
 from dataclasses import dataclass
 from typing import Any, NamedTuple
 
 import torch
 from torch import nn
 
-from trainer.config import ConfigError
-from trainer.events import Events, gib
 from trainer.modeling.drafter import Drafter
 from trainer.modeling.layout import DrafterConfig
 from trainer.modeling.losses import chunk_size
-from trainer.modeling.target import can_pack, resolve_dtype
-from trainer.pipeline.plan import Plan
-from trainer.pipeline.sums import CHUNK
-from trainer.runtime import compile, graphs
-
-OUTSIDE = 1 << 29
-"""Bytes a process takes of a GPU beside its tensors: CUDA's context (counted as taken by the time we ask), cuBLAS and
-loaded kernels. An estimate."""
+from trainer.modeling.target import can_pack
 
 
 def workspace(device: torch.device) -> int:
@@ -227,203 +217,3 @@ def one_after_the_other(
     kept += fp8_head_bytes(shape) if fp8_head else 0
     height = max(target_step(size, shape, batch, itemsize), step.peak)
     return kept + 2 * batch_bytes(shape, batch, itemsize) + height
-
-
-@dataclass(frozen=True)
-class Prediction:
-    """Of one device, bytes.
-
-    Attributes:
-        items: by name, all at their height together.
-        later: of them, what comes only once batches flow: not there at the end of the warm-up.
-        outside: taken beside PyTorch's allocator.
-        free: what the device had when it was asked; None where nothing can say (a CPU).
-    """
-
-    device: torch.device
-    items: Mapping[str, int]
-    later: int
-    outside: int
-    free: int | None = None
-
-    @property
-    def total(self) -> int:
-        return sum(self.items.values()) + self.outside
-
-    @property
-    def warm(self) -> int:
-        """What PyTorch's allocator will have given out at most by the end of the warm-up."""
-        return sum(self.items.values()) - self.later
-
-    @property
-    def fits(self) -> bool:
-        return self.free is None or self.total <= self.free
-
-
-def shapes_of(plan: Plan, rows: int = 0, anchors: int = 0, length: int = 0) -> list[Shape]:
-    """Every shape that batches have; the arguments stand in for the plan's own rows, most blocks and longest row."""
-    rows, anchors = rows or plan.config.train.batch_size, anchors or plan.config.train.anchors
-    lengths = {min(n, length or n) for n in plan.batches.lengths}
-    return [Shape(rows, n, min(anchors, plan.anchors(n))) for n in sorted(lengths)]
-
-
-def free_bytes(device: torch.device) -> int | None:
-    """What a device has for a run that has not begun; None where nothing can say.
-
-    What this process holds there counts as free: it is a target that was measured and will be used (`probe.KeptTargets`), and
-    a prediction has it among its weights.
-    """
-    if device.type != "cuda":
-        return None
-    return torch.cuda.mem_get_info(device)[0] + torch.cuda.memory_reserved(device)
-
-
-FreeBytes = Callable[[torch.device], int | None]
-"""`free_bytes`, or what stands for it."""
-
-
-def predict(
-    plan: Plan, target: TargetSize, shapes: list[Shape], free: FreeBytes = free_bytes
-) -> list[Prediction]:
-    """For every device of a run, in the order of its workers."""
-    devices = dict.fromkeys((*plan.target_devices, *plan.drafter_devices))
-    return [_predict(plan, target, shapes, device, free(device)) for device in devices]
-
-
-def _predict(
-    plan: Plan, size: TargetSize, shapes: list[Shape], device: torch.device, free: int | None
-) -> Prediction:
-    runtime, shape = plan.config.runtime, plan.shape
-    targets, drafters = plan.target_devices.count(device), plan.drafter_devices.count(device)
-    cuda, captured = device.type == "cuda", graphs.wanted(runtime, device)
-    c, there = plan.dtype(device).itemsize, resolve_dtype(plan.config.target.dtype, device)
-    items: dict[str, int] = {}
-    if targets:
-        items["target weights"] = targets * there.itemsize * (size.parameters + size.embedding_copy)
-        if runtime.fp8_target:
-            items["target weights in FP8"] = targets * size.linear
-        items["target step"] = targets * max(target_step(size, shape, s, there.itemsize) for s in shapes)
-        if captured and size.by_layer:  # a graph's output stays for the next replay; other threads get a copy
-            outputs = sum(batch_bytes(shape, s, there.itemsize) for s in shapes)
-            items["target step"] += targets * (outputs if not plan.colocated else 0)
-    if drafters:
-        weights = drafter_parameters(shape)
-        how = (c, compile.wanted(runtime, device), cuda, runtime.fp8_head)
-        steps = [drafter_step(shape, s, *how) for s in shapes]
-        most = max(steps, key=lambda step: step.peak)
-        items["drafter weights and gradients"] = drafters * 2 * c * weights
-        items["optimizer"] = drafters * optimizer_bytes(weights)
-        if plan.all_drafters > 1:
-            items["sum of gradients"] = drafters * 4 * weights
-            others = len(set(plan.drafter_devices)) - 1
-            if captured and others:  # else they come when the activations have gone
-                items["gradients of others"] = drafters * min(2, others) * c * min(weights, CHUNK)
-        if not (targets and there == plan.dtype(device)):
-            items["embedding and head"] = (
-                drafters * c * shape.vocab_size * shape.hidden_size * (1 if size.tied else 2)
-            )
-        if runtime.fp8_head:
-            items["head in FP8"] = drafters * fp8_head_bytes(shape)
-        items["activations"] = drafters * most.saved
-        items["loss or backward"] = drafters * (most.peak - most.saved)
-        batches = [batch_bytes(shape, s, c) for s in shapes]
-        if captured:
-            items["graphs' inputs"] = drafters * sum(batches)
-        items["batches"] = drafters * _in_flight(plan) * max(batches)
-        if plan.colocated and not captured:  # one after the other in the same memory
-            step = items["activations"] + items["loss or backward"] + items["batches"]
-            items["target step"] = max(0, items["target step"] - step)
-    # a drafter multiplies in its thread and, backward, in autograd's
-    threads = 2 * drafters + (0 if plan.colocated else targets)
-    items["cuBLAS workspaces"] = threads * workspace(device)
-    made = 0 if captured else drafters * max(batch_bytes(shape, s, c) for s in shapes)  # in the warm-up
-    return Prediction(
-        device,
-        {name: value for name, value in items.items() if value},
-        later=max(0, items.get("batches", 0) - made),
-        outside=OUTSIDE if cuda else 0,
-        free=free,
-    )
-
-
-def _in_flight(plan: Plan) -> int:
-    """Batches of one drafter at most: waiting in the channel, in use, and finished by a target that waits for room."""
-    if plan.colocated:
-        return 1
-    return plan.config.devices.channel_depth + 1 + -(-plan.targets // plan.drafters)
-
-
-def refuse_what_does_not_fit(plan: Plan, target: TargetSize, predictions: list[Prediction]) -> None:
-    """Raise ConfigError where a device has less free than the run will take: with the numbers, and what would do."""
-    if all(p.fits for p in predictions):
-        return
-    lacking = "; ".join(
-        f"{p.device} has {gib(p.free or 0)} free, the run takes {gib(p.total)} ({listed(p)})"
-        for p in predictions
-        if not p.fits
-    )
-    fixes = [f"{key} = {value}" for key, value in _fixes(plan, target, predictions)]
-    advice = (
-        f"Any one of these fits: {', '.join(fixes)}"
-        if fixes
-        else "No batch is small enough: put targets and drafters on devices of their own, or take a smaller drafter"
-    )
-    raise ConfigError(
-        f'not enough memory: {lacking}. {advice}. runtime.memory = "warn" starts the run all the same'
-    )
-
-
-def _fixes(plan: Plan, target: TargetSize, predictions: list[Prediction]) -> Iterator[tuple[str, int]]:
-    """Of each setting that lowers the need, the largest value that fits by itself."""
-    free = {p.device: p.free for p in predictions}
-    knobs = (
-        ("train.batch_size", "rows", plan.config.train.batch_size, 1),
-        ("train.anchors", "anchors", plan.config.train.anchors, 16),
-        ("data.max_length", "length", max(plan.batches.lengths), 64),
-    )
-
-    for key, name, now, step in knobs:
-        low, high = 0, (now - 1) // step  # multiples of `step`; `low` fits or is 0
-        while low < high:
-            middle = (low + high + 1) // 2
-            made = predict(plan, target, shapes_of(plan, **{name: middle * step}), free.__getitem__)
-            low, high = (middle, high) if all(p.fits for p in made) else (low, middle - 1)
-        if low:
-            yield key, low * step
-
-
-def look_ahead(plan: Plan, target: TargetSize, events: Events) -> list[Prediction]:
-    """Predict, tell of it, and refuse what can't fit (runtime.memory). Raises ConfigError."""
-    predictions = predict(plan, target, shapes_of(plan))
-    for p in predictions:
-        events.memory(
-            device=str(p.device), predicted=p.total, free=p.free, items=dict(p.items), parts=listed(p)
-        )
-    if plan.config.runtime.memory == "refuse":
-        refuse_what_does_not_fit(plan, target, predictions)
-    return predictions
-
-
-def compare(predictions: list[Prediction], events: Events, when: str) -> None:
-    """Tell what was predicted and what PyTorch's allocator counted so far; nothing for a CPU, where nobody counts.
-
-    Args:
-        when: "warm-up" or "steps".
-    """
-    for p in predictions:
-        if p.device.type == "cuda":
-            events.memory_measured(
-                device=str(p.device),
-                when=when,
-                predicted=p.warm if when == "warm-up" else p.total - p.outside,
-                allocated=torch.cuda.max_memory_allocated(p.device),
-                reserved=torch.cuda.max_memory_reserved(p.device),
-            )
-
-
-def listed(prediction: Prediction) -> str:
-    """A prediction's parts for people, the outside last."""
-    parts = [f"{name} {gib(value)}" for name, value in prediction.items.items()]
-    if prediction.outside:
-        parts.append(f"outside PyTorch {gib(prediction.outside)}")
-    return ", ".join(parts)

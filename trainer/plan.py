@@ -16,7 +16,7 @@ from typing import Any
 
 import torch
 
-from trainer import memory, probe
+from trainer import probe, room
 from trainer.config import ConfigError, DevicesConfig, load, names_devices
 from trainer.data.arrangement import arrange
 from trainer.events import Events, gib, rows
@@ -90,10 +90,10 @@ def _batch(
 ) -> dict[str, Any]:
     """Measure one size of batch, and print what each way to share out `names` makes of it."""
     count = plan.config.train.batch_size
-    room = {str(p.device): p.free for p in memory.predict(plan.on(_all(here)), size, memory.shapes_of(plan))}
+    free_on = {str(p.device): p.free for p in room.predict(plan.on(_all(here)), size, room.shapes_of(plan))}
 
     def free(device: Any) -> int | None:  # a device that is not there has what the first has
-        return room.get(str(device), room[here[0]])
+        return free_on.get(str(device), free_on[here[0]])
 
     possible = probe.fitting(plan, size, here, free=free)
     ways = probe.fitting(plan, size, names, free=free)
@@ -109,7 +109,7 @@ def _batch(
     )
     told = []
     for way in ways:
-        most = max(p.total for p in memory.predict(plan.on(way), size, memory.shapes_of(plan), free))
+        most = max(p.total for p in room.predict(plan.on(way), size, room.shapes_of(plan), free))
         entry = {**probe.told(way, costs), "memory": most, "best": way == fastest}
         told.append(entry)
         print(

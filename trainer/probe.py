@@ -9,10 +9,10 @@ from typing import Any
 
 import torch
 
-from trainer import memory
+from trainer import room
 from trainer.config import Config, ConfigError, DevicesConfig
 from trainer.events import Events
-from trainer.memory import FreeBytes, TargetSize
+from trainer.memory import TargetSize
 from trainer.modeling.target import Target
 from trainer.pipeline.balance import Costs, Placement, best, placements
 from trainer.pipeline.channel import Stopped
@@ -20,6 +20,7 @@ from trainer.pipeline.crew import Crew
 from trainer.pipeline.drafters import Start
 from trainer.pipeline.plan import Course, Plan
 from trainer.pipeline.training import Load, Training
+from trainer.room import FreeBytes
 from trainer.runtime import devices
 
 
@@ -56,17 +57,17 @@ def now(config: Config) -> Placement:
 
 
 def fitting(
-    plan: Plan, size: TargetSize, names: Sequence[str], drafters: int = 0, free: FreeBytes = memory.free_bytes
+    plan: Plan, size: TargetSize, names: Sequence[str], drafters: int = 0, free: FreeBytes = room.free_bytes
 ) -> list[Placement]:
     """Ways to share out devices that have room for what they would hold; ask before anything is loaded.
 
-    Arguments as in `balance.placements` and `memory.predict`. With runtime.memory = "warn" all have.
+    Arguments as in `balance.placements` and `room.predict`. With runtime.memory = "warn" all have.
     """
     ways = placements(names, drafters)
     if plan.config.runtime.memory == "warn":
         return ways
-    shapes = memory.shapes_of(plan)
-    return [way for way in ways if all(p.fits for p in memory.predict(plan.on(way), size, shapes, free))]
+    shapes = room.shapes_of(plan)
+    return [way for way in ways if all(p.fits for p in room.predict(plan.on(way), size, shapes, free))]
 
 
 def measure(plan: Plan, load: KeptTargets, way: Placement) -> Costs:

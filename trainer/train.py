@@ -16,7 +16,7 @@ from pathlib import Path
 
 import torch
 
-from trainer import checkpoint, memory, probe
+from trainer import checkpoint, probe, room
 from trainer.checkpoint import Checkpoint, CheckpointError
 from trainer.config import Config, ConfigError, load, resolve
 from trainer.data.arrangement import arrange
@@ -27,7 +27,7 @@ from trainer.data.prepare import describe, prepare_cached
 from trainer.data.tokenizer import is_another, load_tokenizer
 from trainer.evaluate import evaluate, read_prompts
 from trainer.events import Events
-from trainer.memory import Prediction, TargetSize
+from trainer.memory import TargetSize
 from trainer.modeling.layout import DrafterConfig
 from trainer.modeling.target import Target, can_pack, load_config
 from trainer.pipeline.balance import Placement
@@ -38,6 +38,7 @@ from trainer.pipeline.lead import NonFiniteError, Reporter
 from trainer.pipeline.nodes import NodeLost, Nodes, NodeStopped
 from trainer.pipeline.plan import Course, Plan, placed, require_fp8
 from trainer.pipeline.training import Training
+from trainer.room import Prediction
 from trainer.runtime import cache, compile, devices
 from trainer.runtime.signals import Interrupted, Signals
 
@@ -178,7 +179,7 @@ class Run:
         if found is not None and nodes.rank == source:
             checkpoint.refuse_differences(found, settings)
         start, nonfinite = self._start(found, source)
-        predictions = memory.look_ahead(plan, size, self._crew.events)
+        predictions = room.look_ahead(plan, size, self._crew.events)
         ways = probe.fitting(plan, size, present.devices)
         training = Training(self._crew, plan, Course(plan.steps, nodes.any), start, load_target, nodes)
         self._train(training, predictions, present, ways, settings, nonfinite)
@@ -262,7 +263,7 @@ class Run:
         )
         training.load_targets()
         training.start_drafters(reporter)
-        memory.compare(predictions, self._crew.events, "warm-up")
+        room.compare(predictions, self._crew.events, "warm-up")
         probe.advise(self._crew.events, training.costs(), present, ways)
         if self._prompts and plan.config.evaluate.at_start and not plan.first:
             self._evaluate(training, "untrained")
@@ -270,7 +271,7 @@ class Run:
         with self._signals.deferred(course.request_stop):
             reporter.begin()
             training.train()
-        memory.compare(predictions, self._crew.events, "steps")
+        room.compare(predictions, self._crew.events, "steps")
         self._done, self.stopped = course.last, course.stopped
         if course.stopped and not self._signals.received:
             print("Another node was asked to stop: this one has stopped with it", flush=True)

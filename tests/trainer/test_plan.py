@@ -9,7 +9,7 @@ import pytest
 import torch
 
 from tests.trainer.pipeline.runs import make_dataset, make_target, write_config
-from trainer import memory
+from trainer import room
 from trainer.__main__ import main
 from trainer.config import load
 from trainer.pipeline.balance import Costs, Placement
@@ -54,8 +54,8 @@ def test_without_options_what_is_configured(config: Path, capsys: pytest.Capture
 def test_what_fits_nowhere_is_said(
     config: Path, monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
 ) -> None:
-    monkeypatch.setattr(memory, "free_bytes", lambda device: 1000)
-    monkeypatch.setattr(memory.predict, "__defaults__", (lambda device: 1000,))
+    monkeypatch.setattr(room, "free_bytes", lambda device: 1000)
+    monkeypatch.setattr(room.predict, "__defaults__", (lambda device: 1000,))
     assert main(["plan", "--config", str(config)]) == 1
     out, err = capsys.readouterr()
     assert "batch of 2 rows: does not fit" in out

@@ -12,7 +12,7 @@ import pytest
 import torch
 
 from tests.trainer.pipeline.runs import arguments, events, make_dataset, make_target, write_config
-from trainer import memory, probe, train
+from trainer import probe, room, train
 from trainer.config import ConfigError, DevicesConfig
 from trainer.events import Events
 from trainer.modeling.target import Target
@@ -166,14 +166,14 @@ def test_without_room_for_both_they_are_split(
     tmp_path: Path, parts: tuple[Path, Path], monkeypatch: pytest.MonkeyPatch, four: list[str]
 ) -> None:
     """A device has room for a target or for a drafter: nothing colocated is measured or chosen."""
-    whole = memory._predict
+    whole = room._predict
 
     def with_little(*given: Any) -> Any:
         made = whole(*given[:-1], None)
         both = "target weights" in made.items and "optimizer" in made.items
         return whole(*given[:-1], made.total - 1 if both else made.total)
 
-    monkeypatch.setattr(memory, "_predict", with_little)
+    monkeypatch.setattr(room, "_predict", with_little)
     _costs(monkeypatch, 5.0, 14.0, 0.0)
     assert _run(tmp_path, parts, "run", devices=AUTO, train={"steps": 1}) == 0
     assert events(tmp_path / "run", "plan")[0]["best"]["placement"] == "1 : 3"
