@@ -43,9 +43,7 @@ class TargetConfig:
 class DataConfig:
     """What to train on."""
 
-    path: str = (
-        "bundled:tiny/train.jsonl"  # a prepared folder, or chat JSONL that is prepared (once) into the cache
-    )
+    path: str = "bundled:tiny/train.jsonl"  # a prepared folder, or chat JSONL, prepared once into the cache
     max_length: int = 3072  # tokens; longer samples are cut; the length of packed rows
     packing: str = "auto"  # auto | on | off: several samples a row; auto: if that wastes less than buckets do
     bucket_count: int = 8  # at most this many length buckets, where rows are not packed
@@ -53,7 +51,7 @@ class DataConfig:
 
 @dataclass(frozen=True)
 class DrafterSection:
-    """Shape of the drafter. Hidden size, heads and intermediate size are the target's."""
+    """Shape of the drafter. Hidden size, heads and intermediate size are the target's (`modeling/layout.DrafterConfig`)."""
 
     layers: int = 5  # decoder layers
     block_size: int = 16  # tokens a block, slot 0 (the anchor) included
@@ -69,13 +67,9 @@ class TrainConfig:
     steps: int = 0  # optimizer steps; 0: epochs decide
     epochs: float = 6.0  # passes over the data
     batch_size: int = 8  # rows a drafter worker takes per step
-    anchors: int = (
-        512  # blocks drawn per row; of a packed row's samples by their share of its response tokens
-    )
+    anchors: int = 512  # blocks drawn per row; each sample of a packed row has its share by response tokens
     loss: str = "ce-decay"  # ce-decay | ce-dpace
-    gamma: float = (
-        0.0  # decay of slot weights exp(-(k-1)/gamma); 0: by block size (7 for 16, 5 for 10, 4 for 8)
-    )
+    gamma: float = 0.0  # of slot weights exp(-(k-1)/gamma); 0: by block size (7 for 16, 5 for 10, 4 for 8)
     dpace_alpha: float = 0.5  # ce-dpace: the least acceptance that a slot's weight assumes, 0 to 1
     learning_rate: float = 6e-4  # the peak
     warmup_share: float = 0.04  # of all steps
@@ -112,14 +106,12 @@ class RuntimeConfig:
     """How steps are executed."""
 
     compile: str = "auto"  # auto | on | off; auto: on for CUDA
-    # auto | explicit | off; explicit: workers capture their steps; auto: where they are compiled on CUDA
-    cuda_graphs: str = "auto"
-    # the target's matrix products in 8 bits: faster, and its features noisier (docs/training.md)
-    fp8_target: bool = False
-    fp8_head: bool = False  # the loss's products with the target's head likewise
-    memory: str = (
-        "refuse"  # refuse | warn: what a run does that is predicted to need more than a GPU has free
+    cuda_graphs: str = (
+        "auto"  # auto | explicit | off; explicit: steps are captured; auto: if compiled on CUDA
     )
+    fp8_target: bool = False  # the target's products in 8 bits: faster, features noisier (docs/training.md)
+    fp8_head: bool = False  # the loss's products with the target's head likewise
+    memory: str = "refuse"  # refuse | warn: what to do where more is predicted than a GPU has free
     drafter_dtype: str = "auto"  # auto | float32 | bfloat16: compute dtype; masters are float32
 
 
@@ -127,9 +119,7 @@ class RuntimeConfig:
 class NodesConfig:
     """Several machines, one process each, started by torchrun."""
 
-    timeout: float = (
-        1800.0  # seconds that a node waits for the others, at the start, in a step or while one saves
-    )
+    timeout: float = 1800.0  # seconds that a node waits for others, at the start, in a step, while one saves
 
 
 @dataclass(frozen=True)
