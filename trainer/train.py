@@ -86,7 +86,8 @@ def _run(args: argparse.Namespace, run_dir: Path, nodes: Nodes, events: Events) 
         job = Run(args.config, run_dir, args.resume, crew, signals, nodes)
         status, why = "failed", ""
         try:
-            job.go()
+            with signals.interrupting():
+                job.go()
             status = "finished"
         except Stopped:  # a worker failed, and has said so
             pass
@@ -95,23 +96,22 @@ def _run(args: argparse.Namespace, run_dir: Path, nodes: Nodes, events: Events) 
             print(f"{error}: stopping", file=sys.stderr, flush=True)
         except Exception as error:
             crew.fail("main", "host", job.step, error)
-        with signals.deferred(lambda: None):  # already on the way out
-            crew.stop()
-            if crew.failure is not None:
-                status, why = "failed", crew.reason
-            elif job.stopped or signals.received:
-                status = "stopped"
-            nodes.tell("lost" if isinstance(crew.failure, NodeLost) else status, why)
-            code = _exit_code(status, signals, nodes)
-            hung = crew.join()
-            try:
-                events.end(status=status, step=crew.failed_step or job.step)
-            except OSError as error:
-                print(f"error: the end could not be recorded: {error}", file=sys.stderr)
-            if hung:
-                crew.leave_hung(hung, code)
-            events.close()
-            nodes.leave(code)
+        crew.stop()
+        if crew.failure is not None:
+            status, why = "failed", crew.reason
+        elif job.stopped or signals.received:
+            status = "stopped"
+        nodes.tell("lost" if isinstance(crew.failure, NodeLost) else status, why)
+        code = _exit_code(status, signals, nodes)
+        hung = crew.join()
+        try:
+            events.end(status=status, step=crew.failed_step or job.step)
+        except OSError as error:
+            print(f"error: the end could not be recorded: {error}", file=sys.stderr)
+        if hung:
+            crew.leave_hung(hung, code)
+        events.close()
+        nodes.leave(code)
     return code
 
 

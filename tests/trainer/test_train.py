@@ -277,6 +277,21 @@ def test_a_signal_saves_and_the_run_goes_on_from_there(
     assert all(torch.equal(t, _masters(run, 6)[n]) for n, t in _masters(tmp_path / "runs/whole", 6).items())
 
 
+def test_a_signal_before_anything_is_begun_stops_in_order(
+    tmp_path: Path, start: Start, monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
+) -> None:
+    class Struck(train.Run):
+        def __init__(self, *args: Any) -> None:
+            super().__init__(*args)
+            os.kill(os.getpid(), signal.SIGTERM)
+
+    monkeypatch.setattr(train, "Run", Struck)
+    assert start("run") == 143
+    (end,) = events(tmp_path / "runs/run")
+    assert (end["event"], end["status"]) == ("end", "stopped")
+    assert capsys.readouterr().err == "SIGTERM: stopping\n"
+
+
 def test_what_is_packed_is_told_with_what_it_saves(
     tmp_path: Path, start: Start, capsys: pytest.CaptureFixture[str]
 ) -> None:
