@@ -5,8 +5,8 @@
 PYTHON ?= python3
 VENV ?= .venv
 PIP_ARGS ?=
-# two processes, all tests with containers in one of them: much of the suite waits (docs/decisions.md)
-PYTEST_ARGS ?= -n 2 --dist loadgroup
+# three processes on two cores, all tests with containers in one of them: half of the suite is waiting (docs/decisions.md)
+PYTEST_ARGS ?= -n 3 --dist loadgroup
 BIN := $(VENV)/bin
 INSTALLED := $(VENV)/.installed
 

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import signal
 from collections.abc import Iterator
 from pathlib import Path
 
@@ -16,6 +17,8 @@ NODE_FIXTURES = {"lab", "node", "container", "container_elsewhere", "hosts_file"
 
 def pytest_configure() -> None:
     properties.configure()
+    # a shell that starts this in the background has SIGINT ignored, and whatever a test starts would inherit that
+    signal.signal(signal.SIGINT, signal.default_int_handler)
 
 
 @pytest.hookimpl(tryfirst=True)  # before pytest-xdist reads the groups
@@ -33,6 +36,8 @@ def pytest_collection_modifyitems(items: list[pytest.Item]) -> None:
     if reason:
         for item in needing:
             item.add_marker(pytest.mark.skip(reason=reason))
+    # what takes long first, so that no process is left with it at the end
+    items.sort(key=lambda item: item.get_closest_marker("slow") is None)
 
 
 @pytest.fixture(scope="session")

@@ -31,7 +31,7 @@ emit("end", "Run finished at step 3", status="finished", step=3)
 """
 
 
-def wait_for(condition: Callable[[], Any], seconds: float = 10.0) -> Any:
+def wait_for(condition: Callable[[], Any], seconds: float = 60.0) -> Any:
     """The first true answer of `condition`; fails the test when none comes in time."""
     deadline = time.monotonic() + seconds
     while not (answer := condition()):
@@ -75,7 +75,15 @@ class Runner:
     def state(self, run_id: str) -> dict[str, Any]:
         return supervisor.read_json(str(self.run_dir(run_id) / "state.json")) or {}
 
-    def ended(self, run_id: str, seconds: float = 15.0) -> dict[str, Any]:
+    def waits(self, run_id: str) -> None:
+        """Wait until a run has come to where it waits (tests/cli/scripts.py, WAITS)."""
+        wait_for((self.run_dir(run_id) / "waits").exists)
+
+    def go(self, run_id: str) -> None:
+        """Let it go on from there."""
+        (self.run_dir(run_id) / "go").touch()
+
+    def ended(self, run_id: str, seconds: float = 60.0) -> dict[str, Any]:
         """The state once the run has ended."""
         wait_for(lambda: self.state(run_id).get("status") == "exited", seconds)
         return self.state(run_id)

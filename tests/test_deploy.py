@@ -7,7 +7,6 @@ import io
 import os
 import re
 import tarfile
-import time
 from pathlib import Path
 
 import pytest
@@ -75,11 +74,9 @@ def test_the_installed_trainer_is_packed_whole() -> None:
     assert package_dir().name == "trainer"
 
 
-def test_deployed_once_and_quickly(runner: Runner, session: Session) -> None:
+def test_deployed_once(runner: Runner, session: Session) -> None:
     release = collect()
-    begun = time.perf_counter()
     assert deploy(session, release) is True
-    assert time.perf_counter() - begun < 2.0
     assert deploy(session, release) is False
     there = runner.workspace / "dflash" / "releases" / release.hash / "trainer"
     here = package_dir()

@@ -8,7 +8,6 @@ import os
 import subprocess
 import sys
 import threading
-import time
 from collections.abc import Iterator
 from pathlib import Path
 from typing import Any
@@ -299,7 +298,7 @@ def test_a_cut_connection_ends_the_import(runner: Runner, host: Host, modules: P
     ticks = supervisor.start_ticks(pid)
     assert supervisor.alive(pid, ticks)
     session._channel.close_stdin()  # type: ignore[union-attr]
-    wait_for(lambda: not supervisor.alive(pid, ticks), 3.0)
+    wait_for(lambda: not supervisor.alive(pid, ticks))
     thread.join()
     assert isinstance(failure[0], ConnectionLostError)
 
@@ -311,9 +310,7 @@ def test_imports_are_remembered_until_something_changes(session: Session, host: 
     marks = modules / "torch" / "__init__.py.imported"
     go(session, host)
     paid = marks.read_text()
-    begun = time.perf_counter()
     assert go(session, host).facts["modules"]["torch"] == "2.13.0"
-    assert time.perf_counter() - begun < 2.0
     assert marks.read_text() == paid
     other = dataclasses.replace(host, environment={**host.environment, "PYTHONPATH": f"{modules}:/other"})
     go(session, other)

@@ -299,13 +299,13 @@ def test_a_signal_to_the_process_on_the_host_leaves_the_command_running(pve1: No
     assert result == recorded["rc"]
     assert is_running_inside(pve1, *command) == (recorded["child alive"] == "1")
     pve1.containers[200].exec(["pkill", "-fx", " ".join(command)])
-    process.communicate(timeout=10)
+    process.communicate(timeout=60)
 
 
 def test_exec_ends_with_137_when_its_container_is_stopped(pve1: Node) -> None:
     process, _ = start_in_container(pve1, "sleep", "2000")
     pve1.pct("stop", "200")
-    process.communicate(timeout=10)
+    process.communicate(timeout=60)
     pve1.containers[200].start()
     assert process.returncode == RECORD["exec_interrupted_by_pct_stop"]["rc"]
 

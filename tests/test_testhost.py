@@ -38,7 +38,7 @@ def test_node_and_container_come_up_within_seconds_and_leave_nothing() -> None:
         assert any(entry.startswith("cgroup") for entry in leftovers(lab.token))
         container.freeze()  # the hardest to get rid of
     assert leftovers(lab.token) == []
-    assert took < 10  # 0.25 s on an idle machine; this only catches a boot that waits for something
+    assert took < 60  # 0.25 s on an idle machine; this only catches a boot that waits for something
 
 
 @pytest.mark.node
@@ -190,7 +190,7 @@ def test_cutting_connections_ends_a_session_and_not_the_listener(node: Node) -> 
     assert session.stdout is not None
     assert session.stdout.readline() == b"ready\n"
     assert node.cut_connections() >= 1
-    session.communicate(timeout=10)
+    session.communicate(timeout=60)
     assert session.returncode == 255
     assert subprocess.run(node.ssh_argv("true"), timeout=20).returncode == 0
 

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import os
+import re
 import subprocess
 import sys
 from collections.abc import Callable
@@ -12,7 +13,7 @@ from typing import Any
 
 import pytest
 
-from tests.running import Runner, runner, session
+from tests.running import Runner, runner, session, wait_for
 
 __all__ = ["runner", "session"]
 
@@ -45,6 +46,19 @@ class Cli:
         finally:
             process.kill()
         return subprocess.CompletedProcess(args, process.returncode, stdout, stderr)
+
+
+def has_looked(process: subprocess.Popen[str]) -> None:
+    """Wait until it has been told of its run once: by its agent, a child of it, which has said more than its greeting."""
+
+    def told() -> bool:
+        children = Path(f"/proc/{process.pid}/task/{process.pid}/children").read_text().split()
+        if not children or process.poll() is not None:
+            return process.poll() is not None
+        written = re.search(r"wchar: (\d+)", Path(f"/proc/{children[0]}/io").read_text())
+        return written is not None and int(written[1]) > 1000
+
+    wait_for(told)
 
 
 @pytest.fixture

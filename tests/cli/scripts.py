@@ -49,7 +49,13 @@ emit("dataset", "Loaded dataset: 8 samples", samples=8, seconds=0.1)
 time.sleep(600)
 """
 )
-TRAINS_LATER = LOADS.replace("time.sleep(600)", "time.sleep(2)\nload()\nstep(1, 10)\ntime.sleep(600)")
+WAITS = """
+open(run + "/waits", "w").close()
+while not os.path.exists(run + "/go"): time.sleep(0.02)
+"""
+"""Until the test says `Runner.go`; it may look at it in this state after `Runner.waits`."""
+
+TRAINS_LATER = LOADS.replace("time.sleep(600)", WAITS + "load()\nstep(1, 10)\ntime.sleep(600)")
 CRASHES = (
     HEAD
     + """
@@ -59,7 +65,8 @@ def inner(): raise KeyError("image_grid_thw")
 inner()
 """
 )
-CRASHES_LATER = CRASHES.replace("load()\nstep(1, 10)", "time.sleep(1.5)")
+FINISHES_LATER = FINISHES.replace("load()\n", "load()\n" + WAITS)
+CRASHES_LATER = CRASHES.replace("load()\nstep(1, 10)", WAITS)
 KILLED = HEAD + "load()\nstep(1, 10)\nos.kill(os.getpid(), signal.SIGKILL)\n"
 HOSTILE = (
     HEAD

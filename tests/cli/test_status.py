@@ -8,6 +8,7 @@ from pathlib import Path
 import pytest
 
 from tests.cli import scripts
+from tests.cli.conftest import has_looked
 from tests.running import wait_for
 
 SCHEMA = {
@@ -111,34 +112,40 @@ def test_a_program_that_is_not_there(cli, runner):
 
 def test_wait_returns_at_once_for_a_run_that_trains(cli, started):
     started("trains", scripts.TRAINS)
-    time.sleep(0.5)
     shown, took = timed(cli, "status", "--wait", "60")
     assert shown.returncode == 0
     assert "TRAINING" in shown.stdout
-    assert took < 10
+    assert took < 50
 
 
-def test_wait_returns_on_the_first_step_and_shows_the_way_there(cli, started):
+def test_wait_returns_on_the_first_step_and_shows_the_way_there(cli, started, runner):
     started("later", scripts.TRAINS_LATER)
-    shown, took = timed(cli, "status", "--wait", "60")
-    assert shown.returncode == 0
-    assert 1.0 < took < 20
-    rungs = [line.split()[1] for line in shown.stderr.splitlines()]
+    runner.waits("later")
+    process = cli.popen("status", "--wait", "60")
+    has_looked(process)
+    assert process.poll() is None
+    runner.go("later")
+    _, errors = process.communicate(timeout=60)
+    assert process.returncode == 0
+    rungs = [line.split()[1] for line in errors.splitlines()]
     assert rungs == ["targets", "drafters", "training"]  # the dataset was there before the wait began
 
 
-def test_wait_returns_on_failure(cli, started):
+def test_wait_returns_on_failure(cli, started, runner):
     started("crash", scripts.CRASHES_LATER)
-    shown, took = timed(cli, "status", "--wait", "60")
-    assert shown.returncode == 3
-    assert took < 20
+    process = cli.popen("status", "--wait", "100")
+    has_looked(process)
+    assert process.poll() is None
+    runner.go("crash")
+    process.communicate(timeout=60)
+    assert process.returncode == 3
 
 
 def test_a_wait_that_ends_in_warm_up_exits_5_with_advice(cli, started):
     started("loads", scripts.LOADS)
-    shown, took = timed(cli, "status", "--wait", "2")
+    shown, took = timed(cli, "status", "--wait", "1")
     assert shown.returncode == 5
-    assert 2.0 <= took < 15
+    assert 1.0 <= took < 50
     assert shown.stdout.splitlines()[-1].startswith("wait:")
     assert "WARMING" in shown.stdout.splitlines()[0]
 
@@ -148,7 +155,7 @@ def test_ctrl_c_in_a_wait_detaches(cli, started):
     process = cli.popen("status", "--wait", "60")
     wait_for(Path(f"/proc/{process.pid}/task/{process.pid}/children").read_text)  # it has started its agent
     process.send_signal(signal.SIGINT)
-    stdout, stderr = process.communicate(timeout=10)
+    stdout, stderr = process.communicate(timeout=60)
     assert (process.returncode, stdout) == (130, "")
     assert "detached; the run goes on. To end it:  dflashctl stop\n" in stderr
     assert cli("status").returncode == 5
@@ -156,10 +163,9 @@ def test_ctrl_c_in_a_wait_detaches(cli, started):
 
 def test_full_waits_the_whole_time(cli, started):
     started("trains", scripts.TRAINS)
-    time.sleep(0.5)
-    shown, took = timed(cli, "status", "--wait", "2", "--full")
+    shown, took = timed(cli, "status", "--wait", "1.5", "--full")
     assert shown.returncode == 0
-    assert took >= 2.0
+    assert took >= 1.5
 
 
 @pytest.mark.parametrize(

@@ -5,6 +5,7 @@ from __future__ import annotations
 import random
 import time
 import tracemalloc
+from collections.abc import Callable
 
 import pytest
 from hypothesis import given, settings
@@ -153,40 +154,32 @@ def unlike(size: int) -> bytes:
     return bytes(drawn)
 
 
-@pytest.mark.parametrize(
-    "log",
-    [
-        b"x" * 10_000_000 + b"\nKilled\n",
-        b"\r".join(b"%d%%|##| %d/9 [00:01<00:02, 3.0it/s, loss=1.0]" % (i, i) for i in range(150_000)),
-        b"\x00" * 3_000_000,
-        b"\xe2\x96\x88" * 1_000_000 + b"\n\xe2",
-        b"\x1b[31m" * 500_000 + b"\x1b",
-        b"".join(b"[rank%d]: Traceback (most recent call last):\n" % i for i in range(20_000)),
-        b"".join(b"[rank%d]: ValueError: x\n" % i for i in range(20_000)),
-        b"Traceback (most recent call last):\n" * 40_000,
-        b"Traceback (most recent call last):\n" + b'  File "a.py", line 1, in f\n' * 100_000,
-        b"\n" * 2_000_000,
-        b"".join(WORD * 3_000 + b"%x\n" % (n * 2654435761) for n in range(150)).replace(b"0", b"g"),
-        b"".join(b"step %s | loss 2.0\n" % WORD[n % 20 : n % 20 + 9 + n % 7] for n in range(30_000)),
-        unlike(4_000_000),
-    ],
-    ids=[
-        "one line",
-        "one bar",
-        "nul",
-        "blocks",
-        "escapes",
-        "ranks",
-        "ranks' errors",
-        "headers",
-        "frames",
-        "empty",
-        "long lines, none alike",
-        "steps, few alike",
-        "none alike",
-    ],
-)
-def test_monsters_cost_little(log: bytes) -> None:
+MONSTERS: dict[str, Callable[[], bytes]] = {  # made when they are needed: 60 MB
+    "one line": lambda: b"x" * 10_000_000 + b"\nKilled\n",
+    "one bar": lambda: b"\r".join(
+        b"%d%%|##| %d/9 [00:01<00:02, 3.0it/s, loss=1.0]" % (i, i) for i in range(150_000)
+    ),
+    "nul": lambda: b"\x00" * 3_000_000,
+    "blocks": lambda: b"\xe2\x96\x88" * 1_000_000 + b"\n\xe2",
+    "escapes": lambda: b"\x1b[31m" * 500_000 + b"\x1b",
+    "ranks": lambda: b"".join(b"[rank%d]: Traceback (most recent call last):\n" % i for i in range(20_000)),
+    "ranks' errors": lambda: b"".join(b"[rank%d]: ValueError: x\n" % i for i in range(20_000)),
+    "headers": lambda: b"Traceback (most recent call last):\n" * 40_000,
+    "frames": lambda: b"Traceback (most recent call last):\n" + b'  File "a.py", line 1, in f\n' * 100_000,
+    "empty": lambda: b"\n" * 2_000_000,
+    "long lines, none alike": lambda: b"".join(
+        WORD * 3_000 + b"%x\n" % (n * 2654435761) for n in range(150)
+    ).replace(b"0", b"g"),
+    "steps, few alike": lambda: b"".join(
+        b"step %s | loss 2.0\n" % WORD[n % 20 : n % 20 + 9 + n % 7] for n in range(30_000)
+    ),
+    "none alike": lambda: unlike(4_000_000),
+}
+
+
+@pytest.mark.parametrize("name", MONSTERS)
+def test_monsters_cost_little(name: str) -> None:
+    log = MONSTERS[name]()
     tracemalloc.start()
     begun = time.process_time()
     engine.conclude([by_shape(log, len(log) // 1_000_000 + 1)], {}, KNOWN)

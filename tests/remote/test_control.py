@@ -16,6 +16,7 @@ import pytest
 from dflashctl.remote import control, probe, store, supervisor
 from dflashctl.remote.session import Session
 from dflashctl.runs import RunExistsError
+from tests.cli.scripts import WAITS
 from tests.running import Runner, wait_for
 
 SLEEP = "import time\nprint('ready')\ntime.sleep(60)"
@@ -42,8 +43,10 @@ def test_start_answers_with_the_running_trainer(runner: Runner, session: Session
 
 def test_the_run_outlives_the_session_that_started_it(runner: Runner) -> None:
     with runner.session() as session:
-        state = runner.start(session, "a", "import time\ntime.sleep(1)\nprint('done')")["state"]
+        script = f"import os, sys, time\nrun = sys.argv[1]\n{WAITS}print('done')"
+        state = runner.start(session, "a", script)["state"]
     assert supervisor.alive(state["pid"], state["pid_start_ticks"])
+    runner.go("a")
     assert runner.ended("a")["exit_code"] == 0
     assert (runner.run_dir("a") / "run.log").read_text() == "done\n"
 
@@ -222,7 +225,7 @@ def test_what_is_left_after_a_stop_is_killed_or_named(monkeypatch: pytest.Monkey
             control.verify_gone({"pgid": child.pid}, time.sleep)
     assert child.poll() is None
     control.verify_gone({"pgid": child.pid}, time.sleep)
-    assert child.wait(5) == -signal.SIGKILL
+    assert child.wait(60) == -signal.SIGKILL
 
 
 def test_a_reboot_makes_a_running_run_lost(runner: Runner, session: Session) -> None:

@@ -5,7 +5,6 @@ from __future__ import annotations
 import base64
 import json
 import os
-import time
 import tracemalloc
 from pathlib import Path
 from typing import Any
@@ -112,21 +111,20 @@ def test_log_tail_says_why_not(tmp_path: Path) -> None:
     assert journal.log_tail(str(tmp_path), 5)["unread"]
 
 
-def test_a_log_of_two_gigabytes_is_read_quickly_and_in_little_memory(tmp_path: Path) -> None:
+def test_of_a_log_of_two_gigabytes_little_is_read(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     path = tmp_path / "run.log"
     with path.open("wb") as file:
         file.truncate(2 * 1024**3)
         file.seek(0, os.SEEK_END)
         file.write(b"\n" + b"".join(b"line %d\n" % i for i in range(1000)))
+    reads = Reads(monkeypatch)
     tracemalloc.start()
-    begun = time.perf_counter()
     part = journal.log_tail(str(path), 20)
-    took = time.perf_counter() - begun
     peak = tracemalloc.get_traced_memory()[1]
     tracemalloc.stop()
     assert part["lines"] == [f"line {i}" for i in range(980, 1000)]
     assert peak < 4 * 1024**2
-    assert took < 0.5
+    assert reads.bytes < 1024**2
 
 
 def test_a_file_that_is_one_endless_line_is_bounded(tmp_path: Path) -> None:
@@ -253,10 +251,11 @@ def test_status_and_follow_of_a_large_log_through_the_agent(runner: Runner, sess
         file.truncate(2 * 1024**3)
         file.seek(0, os.SEEK_END)
         file.write(b"\nlast\n")
-    begun = time.perf_counter()
+    io = Path(f"/proc/{session.begin['pid']}/io")
+    before = int(io.read_text().split()[1])  # rchar: bytes read
     assert session.call("snapshot", log_lines=1)["log"]["lines"] == ["last"]
     items = list(session.stream("follow", run_id="big", lines=1))
-    assert time.perf_counter() - begun < 1.5
+    assert int(io.read_text().split()[1]) - before < 16 * 1024**2
     assert items[0]["at"] == 2 * 1024**3 + 1
     with open(f"/proc/{session.begin['pid']}/status") as status:
         peak = next(int(line.split()[1]) for line in status if line.startswith("VmHWM"))

@@ -171,7 +171,7 @@ def test_a_trainer_that_will_not_stop_is_killed_after_the_grace_period(run: Run)
     os.kill(run.state["supervisor_pid"], signal.SIGTERM)
     os.kill(run.state["supervisor_pid"], signal.SIGTERM)
     state = run.end()
-    assert 0.5 <= time.monotonic() - asked < 5
+    assert 0.5 <= time.monotonic() - asked < 30
     assert (state["exit_code"], state["signal"], state["killed_after_grace"]) == (None, "SIGKILL", True)
     assert supervisor.members(group) == set()
 

@@ -120,7 +120,7 @@ class Node:
         if self._process.poll() is None:
             with contextlib.suppress(ProcessLookupError):
                 os.kill(self.pid, signal.SIGKILL)
-            self._process.wait(10)
+            self._process.wait(60)
         if self._process.stdin is not None:
             self._process.stdin.close()
 

@@ -5,6 +5,7 @@ from __future__ import annotations
 import contextlib
 import os
 import signal
+import sys
 import time
 from collections.abc import Callable, Iterator
 from pathlib import Path
@@ -135,7 +136,7 @@ def test_a_failure_before_the_first_step_ends_all_with_its_reason(tmp_path: Path
     began = time.monotonic()
     processes = start("run", 1, 1, before=(None, _fail_when_loading))
     _ends(processes, 1, 1)
-    assert time.monotonic() - began < 30
+    assert time.monotonic() - began < 60
     (failed,) = events(tmp_path / "runs/run-0", "failed")
     assert failed["worker"] == "main"
     assert failed["error"].endswith(
@@ -192,19 +193,29 @@ def test_nodes_with_other_weights_are_refused(tmp_path: Path, start: Start) -> N
     assert "weights at the start (checksum): " in failed["error"]
 
 
-def _strike_at_3(number: int) -> None:
+def _at_step(number: int, act: Callable[[], object]) -> None:
+    """Let this process `act` after that step, unless it was restarted."""
     after = Reporter.after_step
 
-    def strike(self: Reporter, step: int, worker: Any) -> None:
+    def after_step(self: Reporter, step: int, worker: Any) -> None:
         after(self, step, worker)
-        if step == 3 and not os.environ.get("TORCHELASTIC_RESTART_COUNT", "0").strip("0"):
-            os.kill(os.getpid(), number)
+        if step == number and not os.environ.get("TORCHELASTIC_RESTART_COUNT", "0").strip("0"):
+            act()
 
-    Reporter.after_step = strike  # type: ignore[method-assign]
+    Reporter.after_step = after_step  # type: ignore[method-assign]
 
 
 def _kill_at_3() -> None:
-    _strike_at_3(signal.SIGKILL)
+    _at_step(3, lambda: os.kill(os.getpid(), signal.SIGKILL))
+
+
+def _kill_node_1_at_3() -> None:
+    if os.environ["RANK"] == "1":
+        _kill_at_3()
+
+
+def _stand_still_at_5() -> None:
+    _at_step(5, lambda: time.sleep(600))
 
 
 def test_after_a_kill_all_go_on_from_the_newest_checkpoint_wherever_it_is(
@@ -240,7 +251,7 @@ def test_nodes_with_other_settings_are_refused(tmp_path: Path, start: Start) -> 
         assert "train.checkpoint_every: 0 on node 0, 5 on node 1" in failed["error"]
 
 
-def _wait_for(process: Process, line: str, seconds: float = 60) -> None:
+def _wait_for(process: Process, line: str, seconds: float = 150) -> None:
     deadline = time.monotonic() + seconds
     while line not in process.out:
         assert time.monotonic() < deadline, process.out + process.err
@@ -267,17 +278,35 @@ def test_two_nodes_with_a_gpu_each(tmp_path: Path, start: Start) -> None:
     assert processes[1].end() == -signal.SIGKILL
     began = time.monotonic()
     assert processes[0].end() == 1
-    assert time.monotonic() - began < 30
+    assert time.monotonic() - began < 60
     assert "another node is gone" in events(tmp_path / "runs/killed-0", "failed")[0]["error"]
 
 
-# --- under torchrun: whose processes are forked, those that it starts are not ---------------------------------------------
+# --- under torchrun -----------------------------------------------------------------------------------------------------
 
 
-def _torchrun(argv: list[str]) -> None:
+def _torchrun(options: list[str], argv: list[str]) -> None:
+    """The command `torchrun`, as it is."""
     from torch.distributed.run import main
 
-    main(argv)
+    main([*options, "-m", "trainer", *argv])
+
+
+def _torchrun_forked(options: list[str], argv: list[str], before: Callable[[], None] | None) -> None:
+    """What that command does, but its workers are forked from it, each with PyTorch imported: 4 s of CPU time less."""
+    from torch.distributed.launcher.api import elastic_launch
+    from torch.distributed.run import config_from_args, parse_args
+
+    config, _, _ = config_from_args(parse_args([*options, "trainer"]))
+    config.start_method = "fork"
+    elastic_launch(config, _worker)(argv, before)
+
+
+def _worker(argv: list[str], before: Callable[[], None] | None) -> None:
+    if before is not None:
+        before()
+    if code := main(argv):
+        sys.exit(code)
 
 
 Torchrun = Callable[..., Process]
@@ -285,28 +314,25 @@ Torchrun = Callable[..., Process]
 
 @pytest.fixture
 def torchrun(tmp_path: Path, parts: tuple[Path, Path]) -> Iterator[Torchrun]:
-    """torchrun(node, before, ...) starts the torchrun of one node of two, as a person would on that machine."""
+    """torchrun(node, forked, ...) starts the torchrun of one node of two, as a person would on that machine."""
     made: list[Process] = []
     port = world(1)[0]["MASTER_PORT"]
 
     def go(
-        node: int, before: str = "", variables: dict[str, str] | None = None, **sections: dict[str, Any]
-    ) -> Process:
+        node: int, *, forked: bool = True, before: Callable[[], None] | None = None,
+        variables: dict[str, str] | None = None, **sections: dict[str, Any],
+    ) -> Process:  # fmt: skip
         devices = {"targets": ["cpu"], "drafters": ["cpu"], "cpu_threads": 1}
         config = write_config(tmp_path / "run.toml", *parts, devices=devices, **sections)
-        script = tmp_path / f"{node}.py"
-        script.write_text(
-            "import os, sys\nfrom tests.trainer import test_train_nodes as tests\nfrom trainer.__main__ import main\n"
-            f"{before}\nsys.exit(main(sys.argv[1:]))\n"
-        )
-        argv = [
+        options = [
             "--nnodes", "2", "--nproc-per-node", "1", "--max-restarts", "2", "--rdzv-id", "run", "--local-addr", "127.0.0.1",
             "--rdzv-backend", "c10d", "--rdzv-endpoint", f"127.0.0.1:{port}",
             "--rdzv-conf", f"is_host={node == 0},keep_alive_interval=1",
-            str(script), "train", "--config", str(config), "--run-dir", str(tmp_path / "runs/run"),
         ]  # fmt: skip
+        argv = ["train", "--config", str(config), "--run-dir", str(tmp_path / "runs/run")]
         variables = {"OMP_NUM_THREADS": "1", "PYTHONPATH": str(ROOT), **(variables or {})}
-        made.append(Process(tmp_path / f"torchrun/{node}-{len(made)}", _torchrun, argv, **variables))
+        call = (_torchrun_forked, options, argv, before) if forked else (_torchrun, options, argv)
+        made.append(Process(tmp_path / f"torchrun/{node}-{len(made)}", *call, daemon=False, **variables))
         return made[-1]
 
     yield go
@@ -343,8 +369,7 @@ def test_torchrun_starts_all_again_from_the_last_checkpoint(
 ) -> None:
     """Node 1 is killed at step 3; both go on from step 2, to the losses and weights of a run that nothing happened to."""
     train = {"checkpoint_every": 2}
-    strike = f"if os.environ['RANK'] == '1': tests._strike_at_3({int(signal.SIGKILL)})"
-    agents = [torchrun(node, strike, train=train) for node in (0, 1)]
+    agents = [torchrun(node, before=_kill_node_1_at_3, train=train) for node in (0, 1)]
     (whole,) = start("whole", 2, train=train)
     _ends([*agents, whole], 0, 0, 0)
     run = tmp_path / "runs/run"
@@ -358,20 +383,23 @@ def test_torchrun_starts_all_again_from_the_last_checkpoint(
 @pytest.mark.timeout(300)
 def test_a_machine_that_is_lost_may_be_replaced(tmp_path: Path, start: Start, torchrun: Torchrun) -> None:
     """Its torchrun dies with it. The other waits for a new one, and they go on, whichever becomes node 0."""
-    sections: dict[str, Any] = {"train": {"steps": 300, "checkpoint_every": 10, "log_every": 10}}
+    sections: dict[str, Any] = {"train": {"checkpoint_every": 2}}
     # else a torchrun that comes later never learns where the store is (2.13)
     shared = {"variables": {"TORCH_DISABLE_SHARE_RDZV_TCP_STORE": "1"}}
-    agents = [torchrun(node, **shared, **sections) for node in (0, 1)]
+    agents = [
+        torchrun(0, **shared, **sections),
+        torchrun(1, before=_stand_still_at_5, **shared, **sections),
+    ]
     run = tmp_path / "runs/run"
-    _until(lambda: (run / "checkpoints/step-00000020").exists())
+    _until(lambda: (run / "checkpoints/step-00000004").exists())
     _lose(agents[1])
     agents[1] = torchrun(1, **shared, **sections)
     (whole,) = start("whole", 2, **sections)
     _ends([*agents, whole], 0, 0, 0)
     first, *_, last = events(run, "start")
-    assert (first["resumed_step"], last["resumed_step"] >= 20) == (0, True)
-    assert _losses(run)[-20:] == _losses(tmp_path / "runs/whole-0")[-20:]
-    assert _same_weights(run, tmp_path / "runs/whole-0", 300)
+    assert (first["resumed_step"], last["resumed_step"]) == (0, 4)
+    assert _losses(run)[-2:] == _losses(tmp_path / "runs/whole-0")[-2:]
+    assert _same_weights(run, tmp_path / "runs/whole-0", 6)
 
 
 @pytest.mark.slow
@@ -379,7 +407,7 @@ def test_a_machine_that_is_lost_may_be_replaced(tmp_path: Path, start: Start, to
 def test_a_stop_under_torchrun_is_a_good_end(tmp_path: Path, torchrun: Torchrun) -> None:
     """One node's trainer gets SIGTERM: all save and end, and no torchrun starts anything again."""
     sections: dict[str, Any] = {"train": {"steps": 100000, "log_every": 1000}}
-    agents = [torchrun(node, **sections) for node in (0, 1)]
+    agents = [torchrun(node, forked=False, **sections) for node in (0, 1)]
     run = tmp_path / "runs/run"
     _until(lambda: (run / "events.jsonl").exists() and bool(events(run, "step")))
     for pid in _children(agents[1]):
@@ -390,7 +418,7 @@ def test_a_stop_under_torchrun_is_a_good_end(tmp_path: Path, torchrun: Torchrun)
     assert events(run)[-1] | {"t": 0} == {"t": 0, "event": "end", "status": "stopped", "step": saved["step"]}
 
 
-def _until(done: Callable[[], bool], seconds: float = 60) -> None:
+def _until(done: Callable[[], bool], seconds: float = 150) -> None:
     deadline = time.monotonic() + seconds
     while not done():
         assert time.monotonic() < deadline

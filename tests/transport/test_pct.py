@@ -303,7 +303,7 @@ def ann(node: Node, tmp_path: Path) -> Iterator[Path]:
     file = write_hosts_file(tmp_path / "ann.toml", node)
     file.write_text(file.read_text().replace('user = "root"', 'user = "ann"'))
     yield file
-    node.run(["userdel", "-r", "ann"], check=False)
+    node.run(["userdel", "-rf", "ann"])  # by force: the end of her last session may not be over
 
 
 def test_a_login_that_is_not_root(ann: Path) -> None:
@@ -337,5 +337,5 @@ def test_a_cut_connection(node: Node, ct200: Transport) -> None:
     assert node.cut_connections() == 1
     start = time.monotonic()
     with pytest.raises(ConnectionLostError):
-        channel.read(10)
-    assert time.monotonic() - start < 5
+        channel.read(30)
+    assert time.monotonic() - start < 20

@@ -85,7 +85,7 @@ def test_close_ends_an_iteration_in_another_thread(data):
 
     def indices():
         yield 0
-        gate.wait(10)
+        gate.wait(60)
 
     prefetcher = Prefetcher(dataset, plan, indices(), count=COUNT, block_size=BLOCK)
     seen = []

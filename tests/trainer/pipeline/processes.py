@@ -17,16 +17,24 @@ _CONTEXT.set_forkserver_preload(
 
 
 class Process:
-    """`function(*arguments)` in a process with variables of its own; what it returns is its exit code, None 0."""
+    """`function(*arguments)` in a process with variables of its own; what it returns is its exit code, None 0.
+
+    One that has children of its own can't be a daemon; whoever makes it must kill it, or Python waits for it at exit.
+    """
 
     def __init__(
-        self, folder: Path, function: Callable[..., int | None], *arguments: Any, **variables: Any
+        self,
+        folder: Path,
+        function: Callable[..., int | None],
+        *arguments: Any,
+        daemon: bool = True,
+        **variables: Any,
     ) -> None:
         self._files = (folder / "stdout", folder / "stderr")
         folder.mkdir(parents=True)
         texts = {name: str(value) for name, value in variables.items()}
         self._process = _CONTEXT.Process(
-            target=_run, args=(self._files, texts, function, arguments), daemon=True
+            target=_run, args=(self._files, texts, function, arguments), daemon=daemon
         )
         self._process.start()
 

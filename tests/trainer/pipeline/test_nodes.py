@@ -149,7 +149,7 @@ def _leave(mine: Nodes) -> None:
     try:
         mine.gather(0)
     except NodeLost as error:
-        print(error, type(error) is NodeLost, time.monotonic() - began < 20)
+        print(error, type(error) is NodeLost, time.monotonic() - began < 60)
         mine.tell("lost", str(error))
         mine.leave(1)
 
@@ -172,7 +172,7 @@ def _be_killed(mine: Nodes) -> None:
             os.kill(os.getpid(), signal.SIGKILL)
         mine.any(False)
     except NodeLost as error:
-        print(error, time.monotonic() - began < 20)
+        print(error, time.monotonic() - began < 60)
         mine.leave(1)
 
 
