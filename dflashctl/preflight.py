@@ -16,7 +16,7 @@ if TYPE_CHECKING:
 
 NEEDED_MODULES = ("torch", "transformers", "pyarrow", "safetensors")
 OLDEST_TORCH = (2, 11)
-NEEDS = "'torch>=2.11' 'transformers>=5' pyarrow safetensors nvidia-ml-py jinja2"
+NEEDS = "'torch>=2.11' 'transformers>=5' pyarrow safetensors jinja2"
 """For pip, as the extra `trainer` of pyproject.toml has them."""
 
 BUSY_MIB = 1024

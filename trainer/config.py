@@ -106,9 +106,7 @@ class RuntimeConfig:
     """How steps are executed."""
 
     compile: str = "auto"  # auto | on | off; auto: on for CUDA
-    cuda_graphs: str = (
-        "auto"  # auto | explicit | off; explicit: steps are captured; auto: if compiled on CUDA
-    )
+    cuda_graphs: str = "auto"  # auto | explicit | off; explicit: capture steps; auto: where compiled on CUDA
     fp8_target: bool = False  # the target's products in 8 bits: faster, features noisier (docs/training.md)
     fp8_head: bool = False  # the loss's products with the target's head likewise
     memory: str = "refuse"  # refuse | warn: what to do where more is predicted than a GPU has free

@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import os
 from collections import deque
 from collections.abc import Iterator, Mapping, Sequence
 from concurrent.futures import Future, ProcessPoolExecutor
@@ -129,8 +128,3 @@ def _start_worker(recipe: Recipe) -> None:
 def _work(chunk: list[Line]) -> list[Encoded | Reject]:
     assert _masker is not None
     return _encode(_masker, chunk)
-
-
-def usable_cores() -> int:
-    """Cores this process may run on."""
-    return len(os.sched_getaffinity(0)) if hasattr(os, "sched_getaffinity") else os.cpu_count() or 1

@@ -16,12 +16,13 @@ from typing import Any
 from trainer.config import resolve
 from trainer.data.buckets import plan_buckets
 from trainer.data.dataset import FORMAT, META, Dataset, DatasetWriter
-from trainer.data.encode import Line, Recipe, Reject, encode_all, usable_cores
+from trainer.data.encode import Line, Recipe, Reject, encode_all
 from trainer.data.errors import DataError
 from trainer.data.masking import METHOD, Encoded, Masker
 from trainer.data.packing import pack
 from trainer.data.tokenizer import template_hash
 from trainer.options import add_template_argument, at_least
+from trainer.runtime import cores
 
 REJECTS = "rejects.jsonl"
 EXAMPLES = 5  # rejected rows shown
@@ -109,7 +110,7 @@ def _prepare(
     tell: Callable[[str], None],
 ) -> Path:
     size = _check_files(files)
-    jobs = jobs or (1 if size < SMALL else usable_cores())
+    jobs = jobs or (1 if size < SMALL else cores.usable())
     tally = _Tally(files)
     read, told = 0, time.monotonic()
     with DatasetWriter(output) as writer:

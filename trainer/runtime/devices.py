@@ -11,6 +11,7 @@ import torch
 from torch import Tensor
 
 from trainer.config import ConfigError
+from trainer.runtime import cores
 
 
 def check(name: str) -> torch.device:
@@ -35,14 +36,11 @@ def intra_op_threads(workers: int, configured: int = 0) -> int:
     """Threads of one CPU operation: as configured, else the cores this process may use, shared by the workers."""
     if configured:
         return configured
-    try:
-        cores = len(os.sched_getaffinity(0))
-    except AttributeError:  # macOS
-        cores = os.cpu_count() or 1
+    count = cores.usable()
     limit = os.environ.get("OMP_NUM_THREADS", "")
     if limit.isdigit() and int(limit) > 0:
-        cores = min(cores, int(limit))
-    return max(1, cores // workers)
+        count = min(count, int(limit))
+    return max(1, count // workers)
 
 
 class Device:
