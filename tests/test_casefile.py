@@ -14,7 +14,7 @@ from dflashctl.remote import supervisor
 from dflashctl.snapshot import Snapshot
 from dflashctl.status import judge
 from tests.diagnose.report import CONTRACT
-from tests.test_status import FIXTURES
+from tests.snapshots import FIXTURES
 
 EXITS: dict[str, dict[str, Any]] = {
     "asked": {"exit_code": 143, "stop_requested": 5.0, "stopped_by": STOPPED_BY_US},

@@ -13,9 +13,9 @@ from dflashctl.render.terminal import Terminal
 from dflashctl.render.text import width
 from dflashctl.snapshot import Snapshot
 from dflashctl.status import judge
+from tests.snapshots import FIXTURES
 
 HERE = Path(__file__).parent
-FIXTURES = {p.stem: json.loads(p.read_text()) for p in (HERE / "snapshots").glob("*.json")}
 
 
 # the screens are tested here, not the engine's wording
