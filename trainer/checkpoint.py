@@ -222,7 +222,12 @@ def find(name: str, runs: Path, tell: Callable[[str], None]) -> Checkpoint:
             raise CheckpointError(f"--resume {name}: no such checkpoint, run folder, or run in {runs}")
         path = runs / name
     if (path / RECORD).exists() or _NAME.fullmatch(path.name):
-        return read(path)
+        try:
+            return read(path)
+        except CheckpointError as error:
+            raise CheckpointError(
+                f"--resume {error}; name the run's folder instead, to go on from its newest that is whole"
+            ) from error
     found = latest(path, tell)
     if found is None:
         raise CheckpointError(f"--resume {name}: no usable checkpoint in {path / 'checkpoints'}")

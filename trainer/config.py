@@ -158,8 +158,9 @@ def load(path: Path) -> Config:
     """Read and validate a TOML file. Raises ConfigError."""
     try:
         raw = tomllib.loads(path.read_text("utf-8"))
-    except FileNotFoundError as error:
-        raise ConfigError(f"{path}: no such file") from error
+    except OSError as error:
+        why = "no such file" if isinstance(error, FileNotFoundError) else f"can't be read: {error.strerror}"
+        raise ConfigError(f"{path}: {why}; name the run's TOML file with --config") from error
     except (tomllib.TOMLDecodeError, UnicodeDecodeError) as error:
         raise ConfigError(f"{path}: not valid TOML: {error}") from error
     return parse(raw, str(path))

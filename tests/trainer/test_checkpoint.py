@@ -154,7 +154,7 @@ def test_a_damaged_one_is_passed_over_and_named(tmp_path: Path, harm: object, sa
     assert len(told) == 1
     assert "step-00000020" in told[0]
     assert says in told[0]
-    with pytest.raises(CheckpointError, match="step-00000020"):
+    with pytest.raises(CheckpointError, match=r"--resume .*step-00000020.*name the run's folder"):
         checkpoint.find(str(tmp_path / "checkpoints/step-00000020"), tmp_path, _refused)
 
 

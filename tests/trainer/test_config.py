@@ -104,6 +104,8 @@ def test_every_default_is_allowed_and_whole_numbers_are_floats_too():
 def test_a_file_that_is_absent_or_broken_is_named(tmp_path):
     with pytest.raises(ConfigError, match="no such file"):
         load(tmp_path / "absent.toml")
+    with pytest.raises(ConfigError, match=r"can't be read: Is a directory; name the run's TOML file"):
+        load(tmp_path)
     (tmp_path / "broken.toml").write_bytes(b"[train\n")
     with pytest.raises(ConfigError, match=r"broken\.toml: not valid TOML"):
         load(tmp_path / "broken.toml")
