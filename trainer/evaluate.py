@@ -22,13 +22,13 @@ import torch
 from trainer.config import resolve
 from trainer.data.chat import RowError, parse_object, prompt_of
 from trainer.data.errors import DataError
-from trainer.data.tokenizer import load_tokenizer, render
+from trainer.data.tokenizer import load_tokenizer, read_template, render
 from trainer.export import load_drafter
 from trainer.modeling import ModelError
 from trainer.modeling.decoding import Generation, Sampler, decode, speculate
 from trainer.modeling.drafter import Drafter
 from trainer.modeling.target import Target
-from trainer.options import add_template_argument, at_least
+from trainer.options import add_template_options, at_least
 from trainer.runtime import devices
 
 SCHEMA = 1
@@ -184,7 +184,11 @@ def _placed(drafter: Drafter, target: Target) -> Drafter:
 
 
 def read_prompts(
-    path: Path, tokenizer: Any, count: int = 0, arguments: Mapping[str, Any] | None = None
+    path: Path,
+    tokenizer: Any,
+    count: int = 0,
+    arguments: Mapping[str, Any] | None = None,
+    template: str | None = None,
 ) -> list[list[int]]:
     """Tokenised prompts of a JSONL file.
 
@@ -197,18 +201,21 @@ def read_prompts(
         count: rows at most; 0: all.
         arguments: the template's own, such as {"enable_thinking": False}: a drafter does well only in the mode it
             was trained in.
+        template: a chat template in place of the tokenizer's.
 
     Raises:
         DataError: no such file, no rows, or a row that can't be used.
     """
     prompts: list[list[int]] = []
+    if template is None and tokenizer.chat_template:
+        template = tokenizer.get_chat_template()
     try:
         with path.open("rb") as lines:
             for number, line in enumerate(lines, 1):
                 if count and len(prompts) == count:
                     break
                 if line.strip():
-                    prompts.append(_prompt(line, f"{path}:{number}", tokenizer, arguments or {}))
+                    prompts.append(_prompt(line, f"{path}:{number}", tokenizer, arguments or {}, template))
     except OSError as error:
         raise DataError(
             f"the prompts can't be read: {error.strerror}", where=str(path), hint="give a file of chat JSONL"
@@ -218,20 +225,20 @@ def read_prompts(
     return prompts
 
 
-def _prompt(line: bytes, where: str, tokenizer: Any, arguments: Mapping[str, Any]) -> list[int]:
+def _prompt(
+    line: bytes, where: str, tokenizer: Any, arguments: Mapping[str, Any], template: str | None
+) -> list[int]:
     """Token ids of one row. Raises DataError."""
     try:
         row = parse_object(line)
-        if tokenizer.chat_template:
+        if template is not None:
             variables = {**tokenizer.special_tokens_map, **arguments}
-            text, _ = render(prompt_of(row), tokenizer.get_chat_template(), variables, prompt=True)
+            text, _ = render(prompt_of(row), template, variables, prompt=True)
             ids = tokenizer(text, add_special_tokens=False).input_ids
         elif isinstance(row.get("prompt"), str):
             ids = tokenizer(row["prompt"]).input_ids
         else:
-            raise RowError(
-                "no prompt", "a chat, and the target's tokenizer has no template; give `prompt` text"
-            )
+            raise RowError("no prompt", "a chat, and there is no chat template; give `prompt` text")
         if not ids:
             raise RowError("no prompt", "it has no token")
     except RowError as error:
@@ -250,7 +257,7 @@ def add_arguments(parser: argparse.ArgumentParser) -> None:
     parser.add_argument(
         "--count", type=at_least(0), default=40, metavar="N", help="prompts used, 0: all (default: 40)"
     )
-    add_template_argument(parser, "as the training data was prepared")
+    add_template_options(parser, "as the training data was prepared")
     parser.add_argument(
         "--max-new-tokens", type=at_least(1), default=128, metavar="N", help="per prompt (default: 128)"
     )
@@ -283,8 +290,8 @@ def run(args: argparse.Namespace) -> int:
     path, device = resolve(args.target), devices.check(args.device)
     config, drafter = load_drafter(args.drafter)
     target = Target.load(path, device, args.dtype, config.target_layer_ids)
-    arguments = dict(args.template_argument)
-    prompts = read_prompts(resolve(args.prompts), load_tokenizer(path), args.count, arguments)
+    template, arguments = read_template(args.chat_template), dict(args.template_argument)
+    prompts = read_prompts(resolve(args.prompts), load_tokenizer(path), args.count, arguments, template)
 
     def progress(done: int) -> None:
         end = "\n" if done == len(prompts) else ""

@@ -6,6 +6,7 @@ import argparse
 import json
 import math
 from collections.abc import Callable
+from pathlib import Path
 from typing import Any
 
 
@@ -29,8 +30,18 @@ def counts(text: str) -> list[int]:
         raise argparse.ArgumentTypeError(f"{text!r} is not a list of whole numbers, such as 1,2,4") from error
 
 
-def add_template_argument(parser: argparse.ArgumentParser, which: str) -> None:
-    """`--template-argument KEY=VALUE`, as often as you like: pairs. `which`: what they must agree with, for the help."""
+def add_template_options(parser: argparse.ArgumentParser, which: str) -> None:
+    """`--chat-template FILE`, and `--template-argument KEY=VALUE` as often as you like: pairs.
+
+    Args:
+        which: what both must agree with, for the help.
+    """
+    parser.add_argument(
+        "--chat-template",
+        type=Path,
+        metavar="FILE",
+        help=f"Jinja template, {which}; default: the tokenizer's",
+    )
     parser.add_argument(
         "--template-argument",
         action="append",

@@ -230,8 +230,8 @@ class Run:
         """Before training: a wrong path is not to come to light after it."""
         tokenizer = load_tokenizer(self._path(config.target.model))
         prompts = self._path(config.evaluate.prompts)
-        arguments = dataset.meta.get("template_arguments")  # the mode that the drafter is trained in
-        self._prompts = read_prompts(prompts, tokenizer, config.evaluate.count, arguments)
+        mode = (dataset.meta.get("template_arguments"), dataset.meta.get("template"))  # that it is trained in
+        self._prompts = read_prompts(prompts, tokenizer, config.evaluate.count, *mode)
 
     def _start(self, found: Checkpoint | None, source: int) -> tuple[Start, int]:
         """Where all replicas begin, and the non-finite steps before: by the checkpoint that node `source` has found."""

@@ -358,6 +358,9 @@ def test_prompts_are_made_in_the_mode_asked_for(tmp_path: Path) -> None:
     words.chat_template += "{% if not thinking|default(true) %} w0{% endif %}"
     assert read_prompts(path, words) == [[40, 6, 41]]
     assert read_prompts(path, words, arguments={"thinking": False}) == [[40, 6, 41, 0]]
+    other = "w7 {{ messages[0]['content'] }}{% if add_generation_prompt %} w8{% endif %}"
+    assert read_prompts(path, words, template=other) == [[7, 6, 8]]
+    assert read_prompts(path, tokenizer(False), template=other) == [[7, 6, 8]]
     parser = argparse.ArgumentParser()
     add_arguments(parser)
     argv = ["--target", "t", "--drafter", "d", "--prompts", "p"]
@@ -428,7 +431,7 @@ def test_missing_and_empty_prompt_files(tmp_path: Path) -> None:
     with pytest.raises(DataError, match="there is not one prompt"):
         read_prompts(written(tmp_path / "e.jsonl"), tokenizer())
     chat = written(tmp_path / "c.jsonl", {"messages": [{"role": "user", "content": "w1"}]})
-    with pytest.raises(DataError, match="has no template"):
+    with pytest.raises(DataError, match="there is no chat template"):
         read_prompts(chat, tokenizer(False))
 
 

@@ -4,7 +4,7 @@ import argparse
 
 import pytest
 
-from trainer.options import add_template_argument, at_least, counts
+from trainer.options import add_template_options, at_least, counts
 
 
 @pytest.mark.parametrize(
@@ -25,7 +25,7 @@ def test_numbers_below_not_finite_or_none_at_all_are_refused(low, text):
 
 def test_template_arguments_are_json_where_they_can_be():
     parser = argparse.ArgumentParser()
-    add_template_argument(parser, "as you like")
+    add_template_options(parser, "as you like")
     words = [word for pair in ("a=false", "b=x=y", "c=3", "d=") for word in ("--template-argument", pair)]
     assert parser.parse_args(words).template_argument == [("a", False), ("b", "x=y"), ("c", 3), ("d", "")]
     assert parser.parse_args([]).template_argument == []

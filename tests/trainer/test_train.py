@@ -15,6 +15,7 @@ import threading
 import time
 from collections.abc import Callable, Iterator
 from pathlib import Path
+from types import SimpleNamespace
 from typing import Any
 
 import numpy as np
@@ -24,6 +25,7 @@ import torch
 from dflashctl import stacks
 from tests.trainer.pipeline.runs import arguments, events, make_dataset, make_target, write_config
 from trainer import checkpoint, train
+from trainer.config import parse
 from trainer.data.dataset import DatasetWriter
 from trainer.data.prefetch import Prefetcher
 from trainer.data.tokenizer import fingerprint, load_tokenizer
@@ -708,6 +710,18 @@ def test_evaluation_stands_around_the_training(tmp_path: Path, capsys: pytest.Ca
     assert "Labels: " in capsys.readouterr().out
     assert train.run(arguments(config, tmp_path / "runs/b", str(run))) == 0
     assert [e["what"] for e in events(tmp_path / "runs/b", "evaluation")] == ["trained"]
+
+
+def test_prompts_are_rendered_as_the_data_was(tmp_path: Path) -> None:
+    (tmp_path / "p.jsonl").write_text(json.dumps({"prompt": "3 1 2"}) + "\n")
+    config = parse({"target": {"model": "bundled:tiny/target"}, "evaluate": {"prompts": "p.jsonl"}})
+    nothing: Any = None
+    job = train.Run(tmp_path / "c.toml", tmp_path, "", nothing, nothing, nothing)
+    meta = {"template": "sort: {{ messages[0]['content'] }} {{ last }}", "template_arguments": {"last": 9}}
+    dataset: Any = SimpleNamespace(meta=meta)
+    job._read_prompts(config, dataset)
+    tokenizer = load_tokenizer(train.resolve("bundled:tiny/target"))
+    assert [tokenizer.decode(ids) for ids in job._prompts] == ["sort: 3 1 2 9"]
 
 
 @pytest.fixture

@@ -20,8 +20,8 @@ from trainer.data.encode import Line, Recipe, Reject, encode_all
 from trainer.data.errors import DataError
 from trainer.data.masking import METHOD, Encoded, Masker
 from trainer.data.packing import pack
-from trainer.data.tokenizer import template_hash
-from trainer.options import add_template_argument, at_least
+from trainer.data.tokenizer import read_template, template_hash
+from trainer.options import add_template_options, at_least
 from trainer.runtime import cores
 
 REJECTS = "rejects.jsonl"
@@ -190,6 +190,7 @@ def _meta(recipe: Recipe, masker: Masker, tally: _Tally) -> dict[str, Any]:
         "vocab_size": len(masker.tokenizer),
         "max_token_id": tally.largest,
         "chat_template": template_hash(masker.template),
+        "template": recipe.template,  # None: the tokenizer's own
         "template_arguments": dict(recipe.arguments),
         "max_length": recipe.max_length,
         "end_of_turn": masker.end,
@@ -267,10 +268,7 @@ def add_arguments(parser: argparse.ArgumentParser) -> None:
         metavar="N",
         help="tokens; longer rows are cut (default: 3072)",
     )
-    parser.add_argument(
-        "--chat-template", type=Path, metavar="FILE", help="Jinja template; default: the tokenizer's"
-    )
-    add_template_argument(parser, "as the target is served")
+    add_template_options(parser, "as the target is served")
     parser.add_argument(
         "--bucket-count",
         type=at_least(1),
@@ -295,14 +293,7 @@ def run(args: argparse.Namespace) -> int:
         )
     if args.overwrite and args.output.exists() and not (args.output / META).is_file():
         raise DataError("the output is not a dataset", where=str(args.output), hint="choose another folder")
-    try:
-        template = args.chat_template.read_text("utf-8") if args.chat_template else None
-    except (OSError, UnicodeDecodeError) as error:
-        raise DataError(
-            f"the chat template can't be read: {error}",
-            where=str(args.chat_template),
-            hint="check --chat-template",
-        ) from error
+    template = read_template(args.chat_template)
     recipe = Recipe(resolve(args.tokenizer), args.max_length, template, dict(args.template_argument))
     began = time.monotonic()
     prepare(

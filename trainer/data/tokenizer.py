@@ -51,6 +51,16 @@ def is_another(path: Path, made: str) -> bool:
         return False
 
 
+def read_template(path: Path | None) -> str | None:
+    """The text of the chat template that `--chat-template` names; None where it names none. Raises DataError."""
+    try:
+        return path.read_text("utf-8") if path else None
+    except (OSError, UnicodeDecodeError) as error:
+        raise DataError(
+            f"the chat template can't be read: {error}", where=str(path), hint="check --chat-template"
+        ) from error
+
+
 def template_hash(template: str) -> str:
     """Short hash of a chat template's text."""
     return hashlib.sha256(template.encode()).hexdigest()[:16]

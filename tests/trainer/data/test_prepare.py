@@ -192,6 +192,7 @@ def test_the_command_takes_a_template_and_its_arguments(tmp_path, tokenizer, cap
     assert main(command(tokenizer, tmp_path / "out", *more)) == 0
     dataset = Dataset.open(tmp_path / "out")
     assert dataset.meta["template_arguments"] == {"enable_thinking": False}
+    assert dataset.meta["template"] == t.THINKING
     assert dataset.meta["turns"] == {"marker": 1, "prefix": 1}
     assert "1 by marker, 1 by prefix" in capsys.readouterr().out
     template.write_text(t.NO_END)
