@@ -29,7 +29,7 @@ _KERNEL = re.compile(rb"NVRM|SXid|NVLink|oom-kill|Out of memory|Memory cgroup|se
 _SECRETS = [
     # KEY=value, "key": "value", --key value: names that say what they are
     re.compile(
-        r"(?i)((?:[\w-]{0,60}(?:token|secret|passw(?:or)?d|api[_-]?key|credential|private[_-]?key|access[_-]?key)[\w-]{0,30})"
+        r"(?i)((?:token|secret|passw(?:or)?d|api[_-]?key|credential|private[_-]?key|access[_-]?key)[\w-]{0,30}"
         r"[\"']?\s{0,3}[:=]\s{0,3}[\"']?)([^\s\"',;}\]]{4,})"
     ),
     # in a command line, or a list of its words

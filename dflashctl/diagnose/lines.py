@@ -11,6 +11,8 @@ from dflashctl.diagnose.literals import Gated
 
 LIMIT = 8192
 """Characters of a line that are looked at: the first and the last half of this."""
+BAR_LIMIT = 600
+"""Characters within which a progress bar ends."""
 
 _ESCAPES = re.compile(r"\x1b(?:\[[0-9;:?<=>]*[ -/]*[@-~]|\][^\x07\x1b]*(?:\x07|\x1b\\)?|[@-Z\\-_])")
 _RANK = re.compile(
@@ -31,6 +33,8 @@ _PREFIX = re.compile(
     r"|(?P<process>\w+\[\d+\]): (?=Traceback \(most|  File \"|    \S|\w+Error\b)"
     r")"
 )
+_BAR = re.compile(r"\[[\d:]{1,12}<[\d:?]{1,12},[^\]]{0,200}\](?=[\[A-Za-z^])")
+"""The end of a progress bar, where another's words follow in its line: bars end theirs only when they are full."""
 _LOGGER = re.compile(
     r"^\[?(?:\d{4}-\d\d-\d\d[T ]\d\d:\d\d:\d\d(?:[.,]\d{1,9})?Z?)?[^A-Za-z]{0,60}(?:[A-Za-z][\w./-]{0,60}[^A-Za-z]{1,30})?"
     r"(?P<level>DEBUG|INFO|WARNING|WARN|ERROR|CRITICAL|FATAL)\b"
@@ -53,7 +57,7 @@ _REPORT = re.compile(r"^(?:The run|[\w-]{1,40} on [\w:]{1,20}) failed at step \d
 _RATE = re.compile(r"\d ?(?:[kMG]?i?B|it|\w{2,12})/s\b|\ds/\w{2,12}\b")
 _AT_ZERO = re.compile(r"\b0/\d+ \[[\d:]{1,12}<\?")
 _MEASURE = re.compile(
-    r"(?i)\b(?:loss|ce|lr|learning_rate|tok/s|it/s|s/it|samples/s|wps|gnorm|grad_norm|sps|img/s|tokens_per_s\w*"
+    r"(?i)\b(?:(?:\w{1,20}_)?loss|ce|lr|learning_rate|tok/s|it/s|s/it|samples/s|wps|gnorm|grad_norm|sps|img/s|tokens_per_s\w*"
     r"|RunningAvg\w*|skipped|val_\w+|reached|eal)\b"
 )
 _FINISH = Gated(
@@ -80,6 +84,7 @@ class Line:
         number: from 1. text: without colours and prefixes. raw: with prefixes.
         rank: where a prefix names one. stream: whose line it is among interleaved ones.
         level: D I W E F or empty. glog: whether the level is glog's.
+        bar: the progress bar that stands before the text in the same line.
     """
 
     number: int
@@ -89,6 +94,7 @@ class Line:
     stream: str
     level: str
     glog: bool
+    bar: str = ""
 
 
 def plain(raw: bytes) -> str:
@@ -120,17 +126,20 @@ def _unwrapped(text: str) -> str:
 def parse(number: int, raw: bytes) -> Line:
     """The parts of one line."""
     full = plain(raw)
-    text, rank, stream = full, None, ""
-    for _ in range(3):
+    text, rank, stream, bar = full, None, "", ""
+    for _ in range(4):
         found = _RANK.match(text)
         if found:
             rank = int(found.group(1) or found.group(2))
             stream = f"rank {rank}"
         else:
             found = _PREFIX.match(text)
-            if not found:
+            if found:
+                stream = next((g for g in found.groups() if g), stream)
+            elif not bar and "<" in text and (found := _BAR.search(text[:BAR_LIMIT])):
+                bar = text[: found.end()]
+            else:
                 break
-            stream = next((g for g in found.groups() if g), stream)
         text = text[found.end() :]
     level, glog = "", False
     found = _GLOG.match(text)
@@ -142,7 +151,7 @@ def parse(number: int, raw: bytes) -> Line:
             level = {"WARNING": "W", "WARN": "W", "CRITICAL": "F"}.get(
                 found.group("level"), found.group("level")[0]
             )
-    return Line(number, text, full, rank, stream, level, glog)
+    return Line(number, text, full, rank, stream, level, glog, bar)
 
 
 def stamp(text: str) -> float | None:

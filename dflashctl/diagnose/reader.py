@@ -165,10 +165,11 @@ class Reader:
         line = ln.parse(0, raw)
         if not line.text.strip():
             return _DULL
+        shown = line.bar or line.text
         if self._signatures.may_match(line.raw) or opens_something(line):
             return _TELLING
-        if ln.is_progress(line.text):
-            return _TELLING if self._signatures.match(line.text, "progress") else _STEP
+        if ln.is_progress(shown):
+            return _TELLING if self._signatures.match(shown, "progress") else _STEP
         return _DULL
 
 

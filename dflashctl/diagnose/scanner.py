@@ -11,7 +11,7 @@ from dataclasses import replace
 from dflashctl.diagnose import lines as ln
 from dflashctl.diagnose.lines import Line
 from dflashctl.diagnose.literals import Gated
-from dflashctl.diagnose.signatures import Signatures
+from dflashctl.diagnose.signatures import Pattern, Signature, Signatures
 from dflashctl.diagnose.tracebacks import CHAIN, HEADER, Finding, Traceback, exception_type, is_header
 
 _THREAD = re.compile(r"^Exception in thread (?P<thread>.{1,200}?)(?: \(.*\))?:\s*$")
@@ -32,9 +32,13 @@ _QUOTE_OPEN = re.compile(
 )
 _QUOTE_CLOSE = re.compile(r"(?i)^[^\w\s]{2,}\s*(?:end\b|/?(?:sample|generation|completion|prompt|response))")
 _TURN = re.compile(r"^<\|?/?(?:user|assistant|system|im_start|im_end)\b")
-_NATIVE = Gated(r"^\s*what\(\):\s+|\bwatchdog thread terminated with exception: ")
-"""What stands before the message of a C++ exception."""
-_LOGGED = re.compile(r"[\w)][\]:|>-]\s*$|\d\s+$")
+_NATIVE = Gated(
+    r"^\s*what\(\):\s+|\bwatchdog thread terminated with exception: "
+    r"|^(?:\w{1,20} )?CUDA (?:error|Error|ERROR|failure)(?: at [^:]{1,200}:\d{1,6})?(?: \d{1,4})?:? |^GPUassert: "
+    r"|^Error (?=.{1,200} at line \d{1,6} in file )"
+)
+"""What stands before the message of a C++ exception, or before CUDA's words where C prints them."""
+_LOGGED = re.compile(r"[\w)][\]:|>-]\s*$|\d\s+$|\b(?:DEBUG|INFO|WARN(?:ING)?|ERROR|CRITICAL|FATAL)\s+$")
 """How the head that a logger puts before a line ends."""
 _ELASTIC_ROOT = re.compile(r"^Root Cause \(first observed failure\):")
 _ELASTIC_KEYS = ("time  ", "host  ", "rank  ", "exitcode ", "error_file:", "traceback :")
@@ -137,6 +141,8 @@ class Scanner:
         for block in [b for b in self._blocks.values() if number - b.end > FORGOTTEN]:
             self._end(block)  # its rank says nothing more
         line = self._unled(line)
+        if line.bar and ln.is_progress(line.bar) and not ln.is_progress(line.text):
+            self._progress(line, line.bar)
         if ln.is_banner(line.text):
             self.reset()
             self.banner = line.number
@@ -184,7 +190,7 @@ class Scanner:
     def _unled(self, line: Line) -> Line:
         """Without the head that some loggers put before every line of a traceback, learnt from its first line."""
         at = line.raw.find(HEADER)
-        if 0 < at <= LEAD and _LOGGED.search(line.raw[:at]) and not ln.is_data(line.text):
+        if 0 < at <= LEAD and not line.bar and _LOGGED.search(line.raw[:at]) and not ln.is_data(line.text):
             lead = re.escape(line.raw[:at])
             self._leads[line.stream] = re.compile(re.sub(r"\d+", r"\\d+", lead))
             return replace(line, text=line.raw[at:])
@@ -306,13 +312,13 @@ class Scanner:
             return
         self._thread.pop(line.stream, None)
         self._ignored_next.pop(line.stream, None)
+        if ln.is_finish(text):  # a closing report may name the loss as well
+            self.finish_line, self.finish_at = line.number, self.progress
+            return
         if ln.is_progress(text):
             self._progress(line, text)
             if line.level not in ("E", "F"):
                 return
-        if ln.is_finish(text):
-            self.finish_line, self.finish_at = line.number, self.progress
-            return
         if ln.is_data(text):
             self._structured(line, text)
             return
@@ -403,7 +409,11 @@ class Scanner:
         found = self._signatures.match(text, *(("warn",) if quiet else ("line", "warn")))
         native = None if found or quiet else _NATIVE.search(text)
         if native:
-            found = self._signatures.match(text[native.end() :], "exception")
+            said = text[native.end() :]
+            found = self._signatures.match(said, "exception") or self._signatures.match(text, "exception")
+        logged = found is None and line.level in ("E", "F") and not line.glog
+        if logged:
+            found = self._told(text)
         hint = self._signatures.match(text, "hint") if found is None else None
         if hint is not None:
             s = hint[0]
@@ -413,7 +423,7 @@ class Scanner:
         s, pattern, captures = found
         matched = pattern.regex.search(text)
         beside = text[: matched.start()] + " " + text[matched.end() :] if matched else text
-        final = s.tier == 1 or line.level in ("E", "F") or ln.is_report(text)
+        final = s.tier == 1 or (line.level in ("E", "F") and not logged) or ln.is_report(text)
         excused = not final and _says_survived(beside)
         self._add(
             Finding(
@@ -428,9 +438,14 @@ class Scanner:
                 "",
                 captures,
                 text if excused else "",
-                weak=pattern.weak,
+                weak=pattern.weak or logged,
             )
         )
+
+    def _told(self, text: str) -> tuple[Signature, Pattern, dict[str, str]] | None:
+        """What an error is that a program only logs, whose traceback it keeps to itself."""
+        found = self._signatures.match(text, "exception")
+        return found if found and found[0].role == "root" and not (found[1].weak or found[1].echo) else None
 
 
 def opens_something(line: Line) -> bool:

@@ -23,7 +23,7 @@ CHAIN = re.compile(
 _GROUP = re.compile(r"^\+-\+?-{4,} ?(?:\d+|\.\.\.) ?-{4,}|^\+-{10,}")
 _RAISED_ELSEWHERE = re.compile(
     r"^\S+: (?:Caught \w+ in (?:DataLoader worker process|replica|pin memory thread|worker)|\s*$)"
-    r"|^\S*RayTaskError\(|^\S*(?:ExceptionGroup|ProcessRaisedException|ChildFailedError|_?RemoteError)\b"
+    r"|^\S*RayTaskError\(|^\S*(?:ExceptionGroup|ProcessRaisedException|ChildFailedError|_?RemoteError|CheckpointException)\b"
 )
 _LOADER = "in DataLoader worker process"
 FRAMES = 4000
@@ -212,7 +212,9 @@ class Traceback:
             ranked.append((rank, order, finding))
         winner = min(ranked, key=lambda item: item[:2])[2]
         winner = next((f for f, over in wrappers if winner.cls in over and winner.line < f.line), winner)
-        if winner.cls == "user-exception" and from_loader:
+        if from_loader and (
+            winner.cls == "user-exception" or signatures.by_name[winner.cls].group == "weights"
+        ):  # what loaders read is data, in whatever form
             winner.cls = "dataloader-worker-exception"
         return winner
 
@@ -222,7 +224,12 @@ class Traceback:
             if found:
                 return self._as_finding(error, found[0], number, text, found[2]), None
         # a KeyError's text is a key, not words about what happened
-        found = signatures.match(error.text, "exception") if error.type != "KeyError" else None
+        keyed = error.type == "KeyError"
+        found = None if keyed else signatures.match(error.text, "exception")
+        if found is None and not keyed:
+            # what a line would say, raised instead of printed
+            said = signatures.match(error.text, "line", "warn")
+            found = said if said and not said[1].weak else None
         if found:
             signature, pattern, captures = found
             finding = self._as_finding(error, signature, error.line, error.text, captures)
