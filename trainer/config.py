@@ -8,6 +8,7 @@ from __future__ import annotations
 import dataclasses
 import difflib
 import math
+import re
 import sys
 import types
 import typing
@@ -306,3 +307,10 @@ def _check(config: Config, source: str) -> None:
             section, name = key.split(".")
             value = getattr(getattr(config, section), name)
             raise ConfigError(f"{source}: `{key}` must be {want}, not {_told(value)}")
+    for key, names in (("targets", v.targets), ("drafters", v.drafters)):
+        for i, name in enumerate(names):
+            # one spelling each: who claims a GPU, or looks whether it is busy, goes by the name
+            if not re.fullmatch(r"cpu|cuda:(0|[1-9]\d*)", name):
+                raise ConfigError(
+                    f"{source}: `devices.{key}[{i}]` must be cpu, cuda:0, cuda:1 ..., not {_told(name)}"
+                )

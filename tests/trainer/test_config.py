@@ -31,6 +31,14 @@ def test_an_empty_file_is_the_demo():
         ({"evaluate": {"at_start": 1}}, "`evaluate.at_start` must be true or false, not 1"),
         ({"devices": {"targets": "cpu"}}, '`devices.targets` must be a list, not "cpu"'),
         ({"devices": {"targets": ["cpu", 1]}}, "`devices.targets[1]` must be a string, not 1"),
+        (
+            {"devices": {"targets": ["cpu", "cuda"]}},
+            '`devices.targets[1]` must be cpu, cuda:0, cuda:1 ..., not "cuda"',
+        ),
+        (
+            {"devices": {"drafters": ["cuda:00"]}},
+            '`devices.drafters[0]` must be cpu, cuda:0, cuda:1 ..., not "cuda:00"',
+        ),
         ({"warmup": 3}, "`warmup` must be a table ([warmup]), not 3"),
         ({"devices": "all"}, '`devices` must be a table ([devices]) or "auto", not "all"'),
         ({"data": {"packing": "yes"}}, '`data.packing` must be auto, on or off, not "yes"'),

@@ -643,7 +643,10 @@ BAD = {
     "target missing": ({"target": {"model": "nowhere"}}, "no such model folder"),
     "prompts missing": ({"evaluate": {"prompts": "nowhere.jsonl"}}, "nowhere.jsonl"),
     "device absent": ({"devices": {"targets": ["cuda:77"]}}, "`cuda:77` is not there; this machine has"),
-    "device nonsense": ({"devices": {"drafters": ["gpu0"]}}, "`gpu0` is not a device"),
+    "device nonsense": (
+        {"devices": {"drafters": ["gpu0"]}},
+        "`devices.drafters[0]` must be cpu, cuda:0, cuda:1",
+    ),
     "unknown key": ({"train": {"step": 5}}, "did you mean `train.steps`?"),
     "dtype wrong": ({"runtime": {"drafter_dtype": "float16"}}, "must be auto, float32 or bfloat16"),
     "layers wrong": ({"drafter": {"target_layer_ids": [0, 9]}}, "must rise and lie in 0..3"),
