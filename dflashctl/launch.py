@@ -177,6 +177,10 @@ class Plan:
         raise DflashError("a hundred runs were launched within this minute", hint="give each a --name")
 
     def start_as(self, run_id: str, name: str) -> dict[str, Any]:
+        """The agent's answer to `start`, asked for again once where the first one was lost on its way.
+
+        Raises RunExistsError, PreflightError, and ConnectionLostError where it is not known whether the run was started.
+        """
         manifest = runs.manifest(
             name=name,
             release=self.release.hash,
@@ -211,13 +215,13 @@ class Plan:
         try:
             self.session.open()
         except DflashError as error:
-            raise self.in_doubt(run_id, error) from error
+            raise self._in_doubt(run_id, error) from error
         try:
             return start()
         except ConnectionLostError as error:
-            raise self.in_doubt(run_id, error) from error
+            raise self._in_doubt(run_id, error) from error
 
-    def in_doubt(self, run_id: str, error: DflashError) -> ConnectionLostError:
+    def _in_doubt(self, run_id: str, error: DflashError) -> ConnectionLostError:
         return ConnectionLostError(
             f"the connection broke while {run_id} was being started, so it may run: {error.message}",
             where=error.where,

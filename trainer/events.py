@@ -57,6 +57,7 @@ class Events:
     def start(
         self, *, run_id: str, torch: str, python: str, topology: str, seed: int, resumed_step: int
     ) -> None:
+        """topology: who works where, for people. resumed_step: 0 in a new run."""
         line = f"dflash trainer: torch {torch}, python {python}, {topology}, seed {seed}"
         if resumed_step:
             line += f", resumed at step {resumed_step}"
@@ -72,6 +73,7 @@ class Events:
         )
 
     def dataset(self, *, samples: int, seconds: float) -> None:
+        """seconds: to open it, and to prepare it where that was needed."""
         self.emit(
             "dataset", f"Loaded dataset: {samples:,} samples", samples=samples, seconds=round(seconds, 3)
         )
@@ -185,12 +187,14 @@ class Events:
         self.emit("target_loading", f"Target {index} on {device}...", index=index, device=device)
 
     def target_ready(self, *, index: int, device: str, seconds: float) -> None:
+        """seconds: loading, and compiling and capturing where it is run layer by layer."""
         self.emit("target_ready", None, index=index, device=device, seconds=round(seconds, 3))
 
     def drafters_starting(self, *, count: int, parameters: int) -> None:
         self.emit("drafters_starting", "Starting drafter loops...", count=count, parameters=parameters)
 
     def drafter_ready(self, *, index: int, device: str, seconds: float, compiled: bool) -> None:
+        """seconds: from its weights to the last shape that it will meet, forward and backward."""
         how = "compiled" if compiled else "warmed up"
         self.emit(
             "drafter_ready",
@@ -220,7 +224,13 @@ class Events:
         """Of the steps since the last event.
 
         Args:
-            eal: teacher-forced expected acceptance length, tokens.
+            epoch: passes over the data so far.
+            loss, eal: means of the finite ones, NaN where none is; eal is the teacher-forced expected acceptance length,
+                tokens.
+            lr: of step number `step`.
+            grad_norm: 2-norm of the averaged gradient of that step, before clipping.
+            samples_per_s: of all nodes.
+            step_s: seconds a step, saving left out.
             data_wait, target_wait: share of that time in which targets waited for rows, and for room, 0 to 1.
             drafter_wait: in which drafters waited for a batch.
         """
@@ -244,6 +254,7 @@ class Events:
         )
 
     def checkpoint(self, *, step: int, path: str, seconds: float) -> None:
+        """seconds: to write, hash and flush it; training waits for that."""
         self.emit(
             "checkpoint",
             f"Saved checkpoint at step {step} ({seconds:.1f} s): {path}",
@@ -253,6 +264,7 @@ class Events:
         )
 
     def nonfinite(self, *, step: int, what: str, action: str, count: int) -> None:
+        """step: the first one since the last report. count: of the whole run, also before it was resumed."""
         self.emit(
             "nonfinite",
             f"Non-finite {what} at step {step}: {action} ({count} so far)",

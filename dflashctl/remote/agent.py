@@ -133,6 +133,7 @@ class Agent:
                 self.answer(request)
 
     def answer(self, request):
+        """Call the method that a request names and send what it returns, or why not."""
         payload = Payload(self.source, request.get("payload", 0), self.pulse)
         try:
             method = getattr(self, "do_" + request["method"], None)

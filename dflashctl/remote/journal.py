@@ -164,6 +164,7 @@ class LineCounter:
         self.offset = self.count = 0
 
     def before(self, fd, inode, offset):
+        """How many stand before `offset`; read from where the last question ended, unless that was further on."""
         if inode != self.inode or offset < self.offset:
             self.inode, self.offset, self.count = inode, 0, 0
         while self.offset < offset:
@@ -235,6 +236,7 @@ class EventsReader:
         self.offset += end
 
     def take(self, data):
+        """Whole lines, of which the last one ends with a newline."""
         for line in data.split(b"\n")[:-1]:
             event = parse_event(line)
             if event is None:

@@ -110,6 +110,7 @@ class Imports:
         return found
 
     def look(self):
+        """Fill `found`: {python, path, torch ..., cuda_devices, missing {name: why}}, or {unread: why}. Runs in the thread."""
         program = shutil.which(self.python, path=self.environment["PATH"])
         if program is None:
             self.found = {"unread": f"{self.python} not found"}
@@ -129,6 +130,7 @@ class Imports:
             supervisor.write_json(self.cache, {"stamps": stamps, "found": self.found})
 
     def ask(self, program):
+        """What the interpreter says itself; takes IMPORT_TIMEOUT seconds at most."""
         self.process = subprocess.Popen(
             [program, "-c", IMPORTS],
             stdin=subprocess.DEVNULL,
