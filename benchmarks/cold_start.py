@@ -1,11 +1,14 @@
-"""Seconds from launching a run to its first step, with an empty and with a filled cache of compiled code.
+"""Seconds from launching a run to its first step, with an empty and with a filled cache of compiled code; a run's pace.
 
     python benchmarks/cold_start.py                          # tiny, on the CPU, compiled
     python benchmarks/cold_start.py --shape 8B --graphs      # random weights of Qwen3-8B's shape; 16 GB of disk
+    python benchmarks/cold_start.py --shape 8B --graphs --folder kept --runs warm --steps 30      # once `kept` is filled
+    python benchmarks/cold_start.py --shape 0.6B --batch 8 --graphs --steps 60 --targets cuda:0 --drafters cuda:1
 
-Real runs (`python -m trainer train`, one target and one drafter on one device, one bucket), each in a fresh process and
-with a cache below a temporary XDG_CACHE_HOME: the first finds it empty, the others as the first left it. The target's
-files were just written, so they come from the page cache. Phases are read off the run's events.
+Real runs (`python -m trainer train`, one bucket, a target and a drafter on one device unless told otherwise), each in a fresh
+process and with a cache of its own below XDG_CACHE_HOME: a `cold` run finds it empty, a `warm` one as the run before left
+it. The target's files were just written, so they come from the page cache. Phases are read off the run's events, and after
+`--steps` the pace of the last third of them, and what each side waited for.
 """
 
 from __future__ import annotations
@@ -25,6 +28,7 @@ from typing import Any
 
 import numpy as np
 import torch
+from effect import toml
 
 from trainer.data.dataset import DatasetWriter
 from trainer.options import at_least
@@ -40,6 +44,9 @@ POINTS = {
     "first step": "step",
 }
 """A phase's name, and the event that ends it."""
+
+PACE = ("step", "step_s", "samples_per_s", "data_wait", "target_wait", "drafter_wait")
+"""Of the last step's event: a mean since the one before."""
 
 
 def write_target(folder: Path, shape: str, device: str) -> None:
@@ -69,19 +76,20 @@ def write_config(path: Path, args: argparse.Namespace, target: Path, data: Path)
         "data": {"path": str(data), "max_length": args.sequence, "bucket_count": 1, "packing": "off"},
         "drafter": {"layers": args.layers, "block_size": args.block, "mask_token_id": vocabulary - 1},
         "train": {
-            "steps": 3, "batch_size": args.batch, "anchors": args.anchors, "log_every": 1, "checkpoint_every": 0,
+            "steps": args.steps + 1000, "batch_size": args.batch, "anchors": args.anchors,
+            "log_every": max(1, args.steps // 3), "checkpoint_every": 0,
         },
-        "devices": {"targets": [args.device], "drafters": [args.device]},
-        "runtime": {"compile": "on", "cuda_graphs": "explicit" if args.graphs else "off"},
+        "devices": {
+            "targets": args.targets or [args.device], "drafters": args.drafters or [args.device],
+            "topology": args.topology, "channel_depth": args.channel_depth,
+        },
+        "runtime": {"compile": "off" if args.eager else "on", "cuda_graphs": "explicit" if args.graphs else "off"},
     }  # fmt: skip
-    lines = []
-    for name, values in sections.items():
-        lines += [f"[{name}]", *(f"{key} = {json.dumps(value)}" for key, value in values.items())]
-    path.write_text("\n".join(lines) + "\n", "utf-8")
+    path.write_text(toml(sections), "utf-8")
 
 
-def start(config: Path, run_dir: Path, cache: Path) -> dict[str, float]:
-    """Run to the first step, then end the run. Returns seconds since the launch at which each of POINTS was reached."""
+def start(config: Path, run_dir: Path, cache: Path, steps: int) -> dict[str, Any]:
+    """Run to that step, then end the run: seconds from the launch to each of POINTS, and the pace of the last steps."""
     environment = {
         **os.environ,
         "PYTHONPATH": str(ROOT),
@@ -105,25 +113,44 @@ def start(config: Path, run_dir: Path, cache: Path) -> dict[str, float]:
         ]
         process = subprocess.Popen(command, env=environment, cwd=ROOT, stdout=log, stderr=subprocess.STDOUT)
         try:
-            while "step" not in (seen := _reached(run_dir / "events.jsonl")):
+            while (last := _reached(run_dir / "events.jsonl").get("last step", {"step": 0}))["step"] < steps:
                 if process.poll() is not None:
                     raise SystemExit(f"the run ended:\n{(run_dir / 'log').read_text()[-3000:]}")
                 time.sleep(0.2)
         finally:
             process.kill()  # its last checkpoint is of no use here
             process.wait()
-    return {name: round(seen[event] - began, 1) for name, event in POINTS.items()}
+    seen = _reached(run_dir / "events.jsonl")
+    return {
+        "seconds": {name: round(seen[event]["t"] - began, 1) for name, event in POINTS.items()},
+        "pace": {name: last[name] for name in PACE},
+    }
 
 
-def _reached(events: Path) -> dict[str, float]:
-    """When each event came first."""
-    seen: dict[str, float] = {}
+def _reached(events: Path) -> dict[str, dict[str, Any]]:
+    """The first event of each kind, and the last step."""
+    seen: dict[str, dict[str, Any]] = {}
     with contextlib.suppress(FileNotFoundError):
         for line in events.read_text("utf-8").splitlines(keepends=True):
             if line.endswith("\n"):
                 event = json.loads(line)
-                seen.setdefault(event["event"], event["t"])
+                seen.setdefault(event["event"], event)
+                if event["event"] == "step":
+                    seen["last step"] = event
     return seen
+
+
+@contextlib.contextmanager
+def _whole(folder: Path) -> Iterator[Path]:
+    """A folder to fill, which gets its name when that is done: a later call finds all of it or nothing."""
+    part = folder.with_suffix(".part")
+    shutil.rmtree(part, ignore_errors=True)
+    yield part
+    part.rename(folder)
+
+
+def _names(text: str) -> list[str]:
+    return text.split(",")
 
 
 @contextlib.contextmanager
@@ -149,10 +176,23 @@ def main() -> None:
     parser.add_argument("--layers", type=at_least(1), default=5 if cuda else 1)
     parser.add_argument("--device", default="cuda:0" if cuda else "cpu")
     parser.add_argument("--graphs", action="store_true", help="with CUDA graphs")
-    parser.add_argument("--warm", type=at_least(1), default=1, help="runs after the cold one")
+    parser.add_argument("--eager", action="store_true", help="nothing compiled")
+    parser.add_argument("--targets", type=_names, metavar="A,B", help="devices; --device by default")
+    parser.add_argument("--drafters", type=_names, metavar="A,B", help="devices; --device by default")
+    parser.add_argument("--topology", default="split", choices=("split", "colocated"))
+    parser.add_argument("--channel-depth", type=at_least(1), default=2)
+    parser.add_argument("--steps", type=at_least(1), default=1, help="a run ends with this one (default: 1)")
+    parser.add_argument(
+        "--runs", type=_names, default=["cold", "warm"], metavar="A,B", help="cold or warm, one after another"
+    )
     parser.add_argument("--folder", type=Path, help="keep target, rows and cache there, and use those there")
     parser.add_argument("--json", type=Path)
     args = parser.parse_args()
+    for name in args.runs:
+        if name not in ("cold", "warm"):
+            parser.error(f"--runs: {name} is neither cold nor warm")
+    if args.runs[0] == "warm" and not (args.folder and (args.folder / "cache").is_dir()):
+        parser.error("--runs warm: needs a --folder in which a cold run has left its cache")
     with _folder(args.folder) as folder:
         target, data, cache = (
             folder / f"target-{args.shape}",
@@ -161,29 +201,35 @@ def main() -> None:
         )
         if not target.exists():
             began = time.perf_counter()
-            write_target(target, args.shape, args.device)
+            with _whole(target) as part:
+                write_target(part, args.shape, args.device)
             print(f"target written in {time.perf_counter() - began:.1f} s", flush=True)
         if cuda:
             torch.cuda.empty_cache()
         if not data.exists():
-            write_rows(data, 16 * args.batch, args.sequence, SHAPES[args.shape]["vocab_size"])
+            with _whole(data) as part:
+                write_rows(part, 16 * args.batch, args.sequence, SHAPES[args.shape]["vocab_size"])
         write_config(folder / "train.toml", args, target, data)
-        shutil.rmtree(cache, ignore_errors=True)
-        results = []
-        for number in range(1 + args.warm):
+        report: dict[str, Any] = {
+            "shape": args.shape, "device": torch.cuda.get_device_name() if cuda else "cpu", "torch": torch.__version__,
+            "graphs": args.graphs, "runs": [],
+        }  # fmt: skip
+        for number, kind in enumerate(args.runs):
+            if kind == "cold":
+                shutil.rmtree(cache, ignore_errors=True)
             run_dir = folder / f"run-{number}"
             shutil.rmtree(run_dir, ignore_errors=True)
-            seen = start(folder / "train.toml", run_dir, cache)
-            results.append({"cache": "warm" if number else "cold", "seconds": seen})
-            points = ", ".join(f"{name} {second}" for name, second in seen.items())
-            print(f"{results[-1]['cache']}: first step after {seen['first step']} s  ({points})", flush=True)
-        size = sum(path.stat().st_size for path in cache.rglob("*") if path.is_file())
-    report = {
-        "shape": args.shape, "device": torch.cuda.get_device_name() if cuda else "cpu", "torch": torch.__version__,
-        "graphs": args.graphs, "cache_mb": round(size / 1e6), "runs": results,
-    }  # fmt: skip
-    if args.json:
-        args.json.write_text(json.dumps(report, indent=1) + "\n", "utf-8")
+            told = start(folder / "train.toml", run_dir, cache, args.steps)
+            size = sum(path.stat().st_size for path in cache.rglob("*") if path.is_file())
+            report["runs"].append({"cache": kind, **told, "cache_mb": round(size / 1e6)})
+            if args.json:
+                args.json.write_text(json.dumps(report, indent=1) + "\n", "utf-8")
+            points = ", ".join(f"{name} {second}" for name, second in told["seconds"].items())
+            print(f"{kind}: first step after {told['seconds']['first step']} s  ({points})", flush=True)
+            if args.steps > 1:
+                print(
+                    "  " + ", ".join(f"{name} {value:g}" for name, value in told["pace"].items()), flush=True
+                )
 
 
 if __name__ == "__main__":

@@ -2,6 +2,7 @@
 
     python benchmarks/dataset.py [--samples N] [--temp DIR]
     python benchmarks/dataset.py --waste [DIR ...] [--max-length N] [--anchors N] [--block-size N] [--buckets N]
+    python benchmarks/dataset.py --waste --timed 0.6B --json mixes.json      # on a GPU, what that means in samples a second
 
 The first writes a synthetic dataset (log-normal lengths, median 420 tokens, cut to 3,072; about 2.4 GB) into a temporary
 folder, opens it in a fresh process and prints one line of JSON. The time is from the end of the interpreter's imports to
@@ -10,7 +11,13 @@ included. The file's pages are in the page cache (it was just written), which is
 kernel maps cached neighbours of a touched page too. `cold` is the same after the file's pages are dropped from the cache.
 
 The second prints what one epoch computes for nothing, in buckets and packed: of the same mix of lengths (100,000 samples,
-the last 60 % of each a response) and of prepared datasets.
+the last 60 % of each a response), of one like GSM8K's (7,473 samples, log-normal, median 172 tokens, sigma 0.36; the last half)
+and of prepared datasets.
+
+With `--timed SHAPE` a step of each shape of batch is timed as well (benchmarks/points.py), and an epoch's time is the sum over
+its batches. A packed batch has `--rows` rows of documents of one length, at which attention costs what it does on average;
+one of a bucket has as many rows as make about as many positions, a row's tokens and its blocks', since buckets of short
+rows would leave a device idle otherwise.
 """
 
 from __future__ import annotations
@@ -22,14 +29,22 @@ import subprocess
 import sys
 import tempfile
 import time
+from dataclasses import asdict, dataclass, replace
 from pathlib import Path
+from typing import Any
 
 import numpy as np
+import points  # before PyTorch: it names the cache
+import torch
+from points import Point
 
-from trainer.data.batches import BucketPlan, PackedPlan
+from trainer.data.anchors import blocks_a_row
+from trainer.data.batches import BucketPlan, PackedPlan, Waste
 from trainer.data.buckets import plan_buckets
 from trainer.data.dataset import ROWS, Dataset, DatasetWriter
 from trainer.data.packing import pack
+from trainer.options import at_least
+from trainer.workload import SHAPES, Workload, flops_of
 
 OPEN = """
 import json, re, sys, time
@@ -103,30 +118,136 @@ def measure(folder: Path) -> dict[str, float]:
     return json.loads(result.stdout)
 
 
+def gsm8k_like(samples: int) -> np.ndarray:
+    """Tokens of each sample: log-normal, median 172, sigma 0.36."""
+    drawn = np.random.default_rng(0).lognormal(np.log(172), 0.36, samples)
+    return np.clip(drawn, 16, 3072).astype(np.int64)
+
+
+@dataclass(frozen=True)
+class Mix:
+    """Samples: their tokens, and at how many positions of each a block can begin."""
+
+    name: str
+    lengths: np.ndarray
+    candidates: np.ndarray
+
+    @classmethod
+    def drawn(cls, name: str, lengths: np.ndarray, prompt: float) -> Mix:
+        """Where that share of each sample is its prompt, the rest one response."""
+        return cls(name, lengths, lengths - (lengths * prompt).astype(np.int64) - 1)
+
+
+@dataclass(frozen=True)
+class Way:
+    """A mix laid into rows: what one epoch computes, and the batches that it consists of, by shape."""
+
+    name: str
+    waste: Waste
+    batches: dict[Point, int]
+
+
+def ways(mix: Mix, args: argparse.Namespace) -> list[Way]:
+    """In buckets, and packed."""
+    size = Workload(
+        args.timed or "tiny", args.rows, args.max_length, args.anchors, args.block_size, args.layers
+    )
+    lengths = np.minimum(mix.lengths, args.max_length)
+    buckets, packing = plan_buckets(lengths, args.buckets, args.max_length), pack(lengths, args.max_length)
+    blocks = [blocks_a_row(args.anchors, length) for length in buckets.lengths]
+    positions = np.array(buckets.lengths) + np.array(blocks) * args.block_size
+    packed = args.rows * (args.max_length + args.anchors * args.block_size)
+    rows = max(1, round(packed / np.average(positions, weights=buckets.samples)))
+    shapes = [
+        replace(size, batch=rows, sequence=length, anchors=count)
+        for length, count in zip(buckets.lengths, blocks, strict=True)
+    ]
+    counts = [-(-samples // rows) for samples in buckets.samples]
+    # a token of the mix attends within so long a document, on average
+    documents = max(1, round(args.max_length / np.average(lengths, weights=lengths)))
+    in_rows = PackedPlan(lengths, packing, args.rows, 0)
+    row = Point(replace(size, documents=documents), args.variant)
+    return [
+        Way(
+            f"{len(shapes)} buckets of {rows} rows",
+            BucketPlan(lengths, buckets, rows, 0).waste(mix.candidates, args.anchors),
+            {Point(shape, args.variant): count for shape, count in zip(shapes, counts, strict=True)},
+        ),
+        Way(
+            f"{packing.rows:,} packed rows", in_rows.waste(mix.candidates, args.anchors), {row: in_rows.batches_per_epoch}
+        ),
+    ]  # fmt: skip
+
+
+def speed(mix: Mix, way: Way, milliseconds: dict[Point, float], max_length: int) -> dict[str, float]:
+    """Samples, tokens and blocks a second over an epoch, padding and idle anchors not counted. Raises KeyError for a shape
+    without a time."""
+    seconds = sum(count * milliseconds[point] for point, count in way.batches.items()) / 1000
+    return {
+        "samples_per_s": round(len(mix.lengths) / seconds, 2),
+        "tokens_per_s": round(float(np.minimum(mix.lengths, max_length).sum()) / seconds, 1),
+        "blocks_per_s": round((way.waste.anchors - way.waste.idle) / seconds, 1),
+    }
+
+
 def show_waste(args: argparse.Namespace) -> None:
-    """One line a mix and way."""
-    chat = chat_like(100_000)
-    mixes = [("chat-like", chat, chat - (chat * 0.4).astype(np.int64) - 1)]
+    """One line a mix and way; then, if asked, their speed."""
+    mixes = [Mix.drawn("chat-like", chat_like(100_000), 0.4), Mix.drawn("GSM8K-like", gsm8k_like(7473), 0.5)]
     for folder in args.waste:
         dataset = Dataset.open(folder)
-        mixes.append((folder.name, dataset.lengths, dataset.candidates(args.max_length)))
+        mixes.append(Mix(folder.name, dataset.lengths, dataset.candidates(args.max_length)))
     print(f"rows up to {args.max_length} tokens, {args.anchors} blocks of {args.block_size} a row")
-    for name, lengths, candidates in mixes:
-        print(f"{name}: {len(lengths):,} samples of {np.minimum(lengths, args.max_length).mean():.0f} tokens")
-        packing = pack(lengths, args.max_length)
-        buckets = plan_buckets(lengths, args.buckets, args.max_length)
-        plans = {
-            f"{len(buckets.lengths)} buckets": BucketPlan(lengths, buckets, 8, 0),
-            f"{packing.rows:,} packed rows": PackedPlan(lengths, packing, 8, 0),
-        }
-        for what, plan in plans.items():
-            waste = plan.waste(candidates, args.anchors)
-            computed = (waste.tokens + waste.anchors * args.block_size) / len(lengths)
+    found = [(mix, ways(mix, args)) for mix in mixes]
+    for mix, both in found:
+        count = len(mix.lengths)
+        print(
+            f"{mix.name}: {count:,} samples of {np.minimum(mix.lengths, args.max_length).mean():.0f} tokens"
+        )
+        for way in both:
+            waste = way.waste
+            computed = (waste.tokens + waste.anchors * args.block_size) / count
             print(
-                f"  {what:<20} padding {waste.of_tokens * 100:5.2f} %  idle anchors {waste.of_anchors * 100:5.2f} %  "
+                f"  {way.name:<20} padding {waste.of_tokens * 100:5.2f} %  idle anchors {waste.of_anchors * 100:5.2f} %  "
                 f"all positions {waste.of_all(args.block_size) * 100:5.2f} %  blocks a sample "
-                f"{(waste.anchors - waste.idle) / len(lengths):.1f}  positions computed a sample {computed:,.0f}"
+                f"{(waste.anchors - waste.idle) / count:.1f}  positions computed a sample {computed:,.0f}"
             )
+    if args.timed:
+        show_speed(found, args)
+
+
+def show_speed(found: list[tuple[Mix, list[Way]]], args: argparse.Namespace) -> None:
+    """Time every shape of batch, those first of which an epoch has the most work; then tell of each mix and way."""
+    weights: dict[Point, float] = {}
+    for _, both in found:
+        for way in both:
+            total = sum(count * flops_of(point.work).total for point, count in way.batches.items())
+            for point, count in way.batches.items():
+                weights[point] = max(weights.get(point, 0), count * flops_of(point.work).total / total)
+    report: dict[str, Any] = {"torch": torch.__version__, "shape": args.timed, "points": [], "mixes": []}
+    milliseconds = {}
+    for point, result in points.run(sorted(weights, key=lambda p: -weights[p]), args):
+        report["points"].append({"variant": point.variant, **asdict(point.work), **result})
+        write_json(args.json, report)
+        if "error" not in result:
+            milliseconds[point] = result["step_ms"]
+        print(f"{point}  {result.get('error') or str(result['step_ms']) + ' ms'}", flush=True)
+    for mix, both in found:
+        for way in both:
+            missing = len(set(way.batches) - set(milliseconds))
+            told = {} if missing else speed(mix, way, milliseconds, args.max_length)
+            report["mixes"].append({"mix": mix.name, "way": way.name, **told})
+            figures = (
+                f"{missing} shapes were not timed"
+                if missing
+                else ", ".join(f"{v:,.1f} {k}" for k, v in told.items())
+            )
+            print(f"{mix.name:<12} {way.name:<24} {figures}", flush=True)
+    write_json(args.json, report)
+
+
+def write_json(path: Path | None, report: dict[str, Any]) -> None:
+    if path is not None:
+        path.write_text(json.dumps(report, indent=1) + "\n", "utf-8")
 
 
 def main() -> None:
@@ -140,6 +261,15 @@ def main() -> None:
     parser.add_argument("--anchors", type=int, default=512)
     parser.add_argument("--block-size", type=int, default=16)
     parser.add_argument("--buckets", type=int, default=8)
+    parser.add_argument(
+        "--timed", choices=SHAPES, help="time each shape of batch, at the size of this target"
+    )
+    parser.add_argument("--rows", type=at_least(1), default=8, help="a packed batch, timed (default: 8)")
+    parser.add_argument("--layers", type=at_least(1), default=5, help="of the drafter, timed (default: 5)")
+    cuda = torch.cuda.is_available()
+    parser.add_argument("--variant", default="graphs" if cuda else "eager", help="of trainer/variants.py")
+    points.add_limits(parser)
+    parser.add_argument("--json", type=Path, metavar="FILE", help="write what was timed there")
     args = parser.parse_args()
     if args.waste is not None:
         show_waste(args)

@@ -7,6 +7,7 @@ out of memory or hangs costs its own line only.
 
 from __future__ import annotations
 
+import argparse
 import contextlib
 import os
 import signal
@@ -20,13 +21,17 @@ from multiprocessing.connection import Connection
 from multiprocessing.process import BaseProcess
 from typing import Any
 
-import torch
+from trainer.runtime import cache
 
-from trainer import bench
-from trainer.runtime import stacks
-from trainer.runtime.devices import Device
-from trainer.variants import Bench
-from trainer.workload import Workload
+cache.use()  # before PyTorch is imported
+import torch  # noqa: E402
+
+from trainer import bench  # noqa: E402
+from trainer.options import at_least  # noqa: E402
+from trainer.runtime import devices, stacks  # noqa: E402
+from trainer.runtime.devices import Device  # noqa: E402
+from trainer.variants import Bench  # noqa: E402
+from trainer.workload import Workload  # noqa: E402
 
 READY = "ready"
 TIMING = 60.0
@@ -69,6 +74,37 @@ class Limits:
     seconds: float
     each: float
     end: float
+
+
+def add_limits(parser: argparse.ArgumentParser) -> None:
+    """What `limits` reads."""
+    cuda = torch.cuda.is_available()
+    parser.add_argument("--device", default="cuda:0" if cuda else "cpu")
+    parser.add_argument("--jobs", type=at_least(1), default=6, help="points made ready at once (default: 6)")
+    parser.add_argument("--memory", type=at_least(1), metavar="GIB", help="that they may take together")
+    parser.add_argument("--steps", type=at_least(1), default=10, help="timed for each point (default: 10)")
+    parser.add_argument("--time", type=at_least(0.0), default=3.0, metavar="S", help="at most so long")
+    parser.add_argument(
+        "--each", type=at_least(1.0), default=180.0, metavar="S", help="to be ready in (default: 180)"
+    )
+    parser.add_argument("--seconds", type=at_least(1.0), default=900.0, metavar="S", help="of all")
+
+
+def limits(args: argparse.Namespace) -> Limits:
+    """As told, within the memory that is free; fewer threads compile where several points are made ready at once."""
+    os.environ.setdefault(
+        "TORCHINDUCTOR_COMPILE_THREADS", str(max(1, 2 * (os.cpu_count() or 1) // args.jobs))
+    )
+    free = room(torch.device(args.device))
+    usable = free if args.memory is None else min(args.memory << 30, free or args.memory << 30)
+    end = time.monotonic() + args.seconds
+    return Limits(args.jobs, usable, args.steps, args.time, args.each, end)
+
+
+def run(todo: list[Point], args: argparse.Namespace) -> Iterator[tuple[Point, dict[str, Any]]]:
+    """Measure the points; the rest ends with this process, also when it is told to (SIGTERM)."""
+    signal.signal(signal.SIGTERM, lambda number, frame: sys.exit(128 + number))
+    return measure(todo, devices.check(args.device), limits(args))
 
 
 def room(device: torch.device) -> int | None:

@@ -19,27 +19,19 @@ import argparse
 import dataclasses
 import itertools
 import json
-import os
 import platform
-import signal
-import sys
-import time
-from collections.abc import Iterator
 from dataclasses import asdict
 from pathlib import Path
 from typing import Any
 
+import points  # before PyTorch: it names the cache
+import torch
+from points import Limits, Point
+
+from trainer.options import at_least, counts
 from trainer.runtime import cache
-
-cache.use()  # before PyTorch is imported
-import points  # noqa: E402
-import torch  # noqa: E402
-from points import Limits, Point  # noqa: E402
-
-from trainer.options import at_least, counts  # noqa: E402
-from trainer.runtime import devices  # noqa: E402
-from trainer.variants import VARIANTS  # noqa: E402
-from trainer.workload import SHAPES, Workload, flops_of  # noqa: E402
+from trainer.variants import VARIANTS
+from trainer.workload import SHAPES, Workload, flops_of
 
 
 def standard_of(args: argparse.Namespace) -> Workload:
@@ -136,7 +128,7 @@ def parse(argv: list[str] | None = None) -> argparse.Namespace:
     parser.add_argument("--layers", type=at_least(1), default=5 if cuda else 1)
     own = [name for name in VARIANTS if name != "plain"]
     option("--variants", _named(own), ["graphs"], ["eager"], f"of {', '.join(own)}")
-    add_limits(parser)
+    points.add_limits(parser)
     parser.add_argument("--list", action="store_true", help="show what would be measured, and what together")
     parser.add_argument("--json", type=Path, metavar="FILE", help="write everything there, as it comes")
     args = parser.parse_args(argv)
@@ -145,42 +137,11 @@ def parse(argv: list[str] | None = None) -> argparse.Namespace:
     return args
 
 
-def add_limits(parser: argparse.ArgumentParser) -> None:
-    """What `limits` reads."""
-    cuda = torch.cuda.is_available()
-    parser.add_argument("--device", default="cuda:0" if cuda else "cpu")
-    parser.add_argument("--jobs", type=at_least(1), default=6, help="points made ready at once (default: 6)")
-    parser.add_argument("--memory", type=at_least(1), metavar="GIB", help="that they may take together")
-    parser.add_argument("--steps", type=at_least(1), default=10, help="timed for each point (default: 10)")
-    parser.add_argument("--time", type=at_least(0.0), default=3.0, metavar="S", help="at most so long")
-    parser.add_argument(
-        "--each", type=at_least(1.0), default=180.0, metavar="S", help="to be ready in (default: 180)"
-    )
-    parser.add_argument("--seconds", type=at_least(1.0), default=900.0, metavar="S", help="of all")
-
-
-def limits(args: argparse.Namespace) -> Limits:
-    """As told, within the memory that is free; fewer threads compile where several points are made ready at once."""
-    os.environ.setdefault(
-        "TORCHINDUCTOR_COMPILE_THREADS", str(max(1, 2 * (os.cpu_count() or 1) // args.jobs))
-    )
-    free = points.room(torch.device(args.device))
-    room = free if args.memory is None else min(args.memory << 30, free or args.memory << 30)
-    end = time.monotonic() + args.seconds
-    return Limits(args.jobs, room, args.steps, args.time, args.each, end)
-
-
-def run(todo: list[Point], args: argparse.Namespace) -> Iterator[tuple[Point, dict[str, Any]]]:
-    """Measure the points; the rest ends with this process, also when it is told to (SIGTERM)."""
-    signal.signal(signal.SIGTERM, lambda number, frame: sys.exit(128 + number))
-    return points.measure(todo, devices.check(args.device), limits(args))
-
-
 def main() -> None:
     args = parse()
     todo = plan(args)
     if args.list:
-        show(todo, limits(args))
+        show(todo, points.limits(args))
         return
     sizes = {name: value for name, value in asdict(standard_of(args)).items() if name != "shape"}
     device = torch.device(args.device)
@@ -191,7 +152,7 @@ def main() -> None:
     print(f"{report['device']}, torch {report['torch']}, {len(todo)} points", flush=True)
     print(cache.description(), flush=True)
     try:
-        for point, result in run(todo, args):
+        for point, result in points.run(todo, args):
             report["points"].append({"variant": point.variant, **asdict(point.work), **result})
             compare(report)
             if args.json is not None:

@@ -1,0 +1,317 @@
+"""Everything that is to be shown on a GPU before a release, within a given time: tests, speed, memory, start-up.
+
+    python benchmarks/gpu_report.py --output report                                  # half an hour on one H200
+    python benchmarks/gpu_report.py --output report --limit 560 --only tests,step-8B,step-0.6B
+    python benchmarks/gpu_report.py --list
+
+First the tests run beside each other, together with what fills the cache of compiled code for the figures; then the figures
+are taken one after another, the most important first, with nothing beside them. A part that fails or takes too long costs
+itself. DIR gets NAME.log (and NAME.err) of each part, NAME.json where it writes one, and summary.json; the summary that is
+printed at the end fits in 12,000 characters. SIGTERM and Ctrl-C end what runs and keep what there is. Needs what the
+tests need (pyproject.toml); other trainers are measured where they are installed (docs/benchmarks.md).
+"""
+
+from __future__ import annotations
+
+import argparse
+import contextlib
+import json
+import os
+import subprocess
+import sys
+import tempfile
+import time
+from dataclasses import dataclass
+from pathlib import Path
+from typing import Any
+
+from tasks import ROOT, Outcome, Runner, Task, terminating
+
+from trainer.options import at_least
+from trainer.runtime import cache
+
+ROOM = 12_000
+"""Characters of the summary."""
+
+
+@dataclass(frozen=True)
+class Part:
+    """What one can ask for by name.
+
+    Attributes:
+        task: what it consists of.
+        before: what fills caches for it, beside others; of no interest by itself.
+        beside: whether the task itself may run beside others, since it takes no times.
+        show: characters of its output in the summary.
+    """
+
+    task: Task
+    before: tuple[Task, ...] = ()
+    beside: bool = False
+    show: int = 1200
+
+
+def chosen(parts: list[Part], only: list[str], skip: list[str]) -> list[Part]:
+    """Those asked for, in their order. Raises ValueError for a name that is none."""
+    names = [part.task.name for part in parts]
+    for name in (*only, *skip):
+        if name not in names:
+            raise ValueError(f"no part `{name}`; there are {', '.join(names)}")
+    return [p for p in parts if (not only or p.task.name in only) and p.task.name not in skip]
+
+
+def together(parts: list[Part]) -> list[Task]:
+    """What runs beside each other at first: tests and the like, then what fills caches, each once."""
+    tests = [part.task for part in parts if part.beside]
+    return list(dict.fromkeys((*tests, *(task for part in parts for task in part.before))))
+
+
+def summary(parts: list[Part], outcomes: dict[Task, Outcome], output: Path, seconds: float) -> str:
+    """For people: how each part went, then the end of its output, the most important first, in ROOM characters."""
+    lines = [f"{seconds:.0f} s in all; logs in {output}"]
+    tasks = list(dict.fromkeys((*(part.task for part in parts), *together(parts))))
+    for task in tasks:
+        outcome = outcomes.get(task, Outcome("not run"))
+        lines.append(f"{task.name:<18} {outcome.state:<28} {outcome.seconds:>7.1f} s")
+    text = "\n".join(lines)[: ROOM // 2]
+    for task, show in [*((p.task, p.show) for p in parts), *((t, 400) for t in together(parts))]:
+        outcome = outcomes.get(task)
+        of_interest = any(task == part.task for part in parts) or (outcome and outcome.state != "ok")
+        if outcome is None or not of_interest or f"\n=== {task.name}\n" in text:
+            continue
+        told = _tail(output / f"{task.name}.log", show)
+        if outcome.state != "ok":
+            told += "\n" + _tail(output / f"{task.name}.err", show // 2)
+        block = f"\n\n=== {task.name}\n{told.strip()}"
+        text += block[: max(0, ROOM - len(text))]
+    return text
+
+
+def _tail(path: Path, room: int) -> str:
+    """The last lines of a file that fit, long ones cut."""
+    try:
+        lines = path.read_text("utf-8", "replace").splitlines()
+    except FileNotFoundError:
+        return ""
+    kept: list[str] = []
+    for line in reversed(lines):
+        line = line.rstrip()[:300]
+        if len(line) + 1 > room:
+            break
+        room -= len(line) + 1
+        kept.append(line)
+    return "\n".join(reversed(kept))
+
+
+def write(parts: list[Part], outcomes: dict[Task, Outcome], output: Path) -> None:
+    """summary.json: each task's state, seconds and words, and what it wrote as JSON."""
+    told: dict[str, Any] = {}
+    for task in dict.fromkeys((*(part.task for part in parts), *together(parts))):
+        outcome = outcomes.get(task, Outcome("not run"))
+        told[task.name] = {"state": outcome.state, "seconds": outcome.seconds, "argv": task.argv}
+        with contextlib.suppress(FileNotFoundError, ValueError):  # none, or cut off by the end of its process
+            told[task.name]["result"] = json.loads((output / f"{task.name}.json").read_text("utf-8"))
+    (output / "summary.json").write_text(json.dumps(told, indent=1) + "\n", "utf-8")
+
+
+def run(
+    parts: list[Part], names: dict[str, Path], limit: float, jobs: int, gib: float, share: float = 0.5
+) -> dict[Task, Outcome]:
+    """Run them; what there is, is in `names["output"]` whatever happens.
+
+    Args:
+        limit: seconds of all.
+        jobs, gib: of what runs together at first.
+        share: of the time, for that.
+    """
+    output, began, runner = names["output"], time.monotonic(), Runner(names)
+    output.mkdir(parents=True, exist_ok=True)
+    figures = [part.task for part in parts if not part.beside]
+    with terminating():
+        try:
+            runner.run(together(parts), began + limit * (share if figures else 1), jobs, gib)
+            for task in figures:
+                runner.run([task], began + limit)
+                write(parts, runner.outcomes, output)
+        finally:
+            runner.stop()
+            write(parts, runner.outcomes, output)
+            print(summary(parts, runner.outcomes, output, time.monotonic() - began), flush=True)
+    return runner.outcomes
+
+
+PEERS = "automodel,specforge-liger"
+SLOW = ("test_train_graphs.py", "test_memory.py", "runtime/test_graphs_stress.py")
+"""Tests that compile whole runs, each file beside the others."""
+PYTEST = ("-m", "pytest", "-m", "gpu", "-q", "-rfEs", "-s", "-p", "no:cacheprovider", "-p", "no:logging")
+JSON = ("--json", "{output}/{name}.json")
+
+
+def tests() -> list[Part]:
+    """All that are marked `gpu`."""
+    ignored = [f"--ignore=tests/trainer/{name}" for name in SLOW]
+    words = (*PYTEST, "--durations=8", "tests/trainer", "tests/diagnose/test_gpu_failures.py", *ignored)
+    found = [Part(Task("tests", words, 300, gib=10), beside=True, show=1800)]
+    for name in SLOW:
+        short = Path(name).stem.removeprefix("test_").replace("_", "-")
+        task = Task(
+            f"tests-{short}", (*PYTEST, f"tests/trainer/{name}"), 300, 6, {"DFLASH_STRESS_STEPS": "2000"}
+        )
+        found.append(Part(task, beside=True, show=900))
+    return found
+
+
+def step(shape: str, batches: str, gib: float, peers_gib: float) -> Part:
+    """The standard table of a shape, beside other trainers."""
+    words = ("benchmarks/train_step.py", "--shape", shape, "--batch", batches)
+    few = ("--steps", "1", "--seconds", "1")
+    own = Task(f"warm-{shape}", (*words, "--variants", "compiled,fp8", *few), 240, gib)
+    peers = (*words, "--variants", "eager", "--peers", PEERS, *few)
+    timed = ("--variants", "graphs,fp8", "--peers", PEERS, "--steps", "20", "--seconds", "4", "--profile")
+    return Part(
+        Task(f"step-{shape}", (*words, *timed, *JSON), 200),
+        before=(own, Task(f"warm-{shape}-peers", peers, 240, peers_gib)),
+        show=2200,
+    )
+
+
+def on_gpu() -> list[Part]:
+    """The most important first."""
+    large, small = step("8B", "1,2", 53, 52), step("0.6B", "4,8", 23, 74)
+    start = ("benchmarks/cold_start.py", "--shape", "8B", "--graphs", "--folder", "{scratch}/start")
+    fill = Task("fill-8B", (*start, "--runs", "cold"), 280, 48)
+    plan = ("-m", "trainer", "plan", "--config", "{scratch}/start/train.toml", "--batch", "1,2", *JSON)
+    mixes = ("benchmarks/dataset.py", "--waste", "--timed", "0.6B", "--rows", "8", *JSON)
+    fp8 = ("benchmarks/effect.py", "runtime.fp8_target=true", *JSON)
+    return [
+        *tests(),
+        large,
+        small,
+        Part(Task("start-warm", (*start, "--runs", "warm", "--steps", "30", *JSON), 120), (fill,), show=600),
+        Part(Task("sizes", ("benchmarks/sizes.py", "--seconds", "480", *JSON), 500), show=3200),
+        Part(Task("host", ("benchmarks/host_cost.py", *JSON), 300), show=2000),
+        Part(Task("mixes", mixes, 240), show=1500),
+        Part(Task("fp8", fp8, 280, 8), beside=True, show=800),
+        Part(Task("start-cold", (*start, "--runs", "cold", *JSON), 200), show=600),
+        Part(Task("plan", plan, 150), (fill, large.before[0]), show=900),
+    ]
+
+
+def on_cpu() -> list[Part]:
+    """The same scripts with tiny shapes, to see that they run."""
+    small = (
+        "--sequence",
+        "64",
+        "--anchors",
+        "6",
+        "--block",
+        "4",
+        "--layers",
+        "1",
+        "--steps",
+        "2",
+        "--seconds",
+        "1",
+    )
+    mixes = (
+        "benchmarks/dataset.py",
+        "--waste",
+        "--timed",
+        "tiny",
+        "--max-length",
+        "64",
+        "--anchors",
+        "8",
+        *JSON,
+    )
+    host = ("benchmarks/host_cost.py", "--shapes", "0.6B", "--threads", "1", "--seconds", "0.1", *JSON)
+    effect = (
+        "benchmarks/effect.py",
+        "train.loss=ce-dpace",
+        "--seeds",
+        "0",
+        "--steps",
+        "2",
+        "--prompts",
+        "1",
+        *JSON,
+    )
+    start = ("benchmarks/cold_start.py", "--folder", "{scratch}/start", "--eager", "--steps", "3", *JSON)
+    plan = ("-m", "trainer", "plan", "--config", "{scratch}/start/train.toml", *JSON)
+    return [
+        Part(Task("step", ("benchmarks/train_step.py", *small, *JSON), 120)),
+        Part(Task("sizes", ("benchmarks/sizes.py", "--jobs", "2", *JSON), 240)),
+        Part(Task("host", host, 120)),
+        Part(Task("mixes", mixes, 240)),
+        Part(Task("effect", effect, 240), beside=True),
+        Part(Task("start", start, 240)),
+        Part(Task("plan", plan, 120)),
+    ]
+
+
+def memory() -> float | None:
+    """GiB of the first GPU; None where there is none."""
+    command = ["nvidia-smi", "--query-gpu=memory.total", "--format=csv,noheader,nounits"]
+    with contextlib.suppress(OSError, subprocess.CalledProcessError, ValueError):
+        done = subprocess.run(command, capture_output=True, text=True, check=True)
+        return int(done.stdout.split()[0]) / 1024
+    return None
+
+
+def show(parts: list[Part]) -> None:
+    for title, tasks in (
+        ("together", together(parts)),
+        ("one after another", [p.task for p in parts if not p.beside]),
+    ):
+        print(f"{title}:")
+        for task in tasks:
+            print(
+                f"  {task.name:<18} {task.limit:>4.0f} s  {task.gib:>3.0f} GiB  python {' '.join(task.argv)}"
+            )
+
+
+def main() -> int:
+    gib = memory()
+    parser = argparse.ArgumentParser(
+        description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter
+    )
+    parser.add_argument("--output", type=Path, default=Path("gpu-report"), metavar="DIR")
+    parser.add_argument(
+        "--scratch", type=Path, metavar="DIR", help="keep random targets there (16 GB) for the next call"
+    )
+    parser.add_argument("--only", type=_words, default=[], metavar="A,B", help="these parts")
+    parser.add_argument("--skip", type=_words, default=[], metavar="A,B", help="all but these")
+    parser.add_argument(
+        "--limit", type=at_least(1.0), default=1800.0, metavar="S", help="seconds (default: 1800)"
+    )
+    parser.add_argument("--jobs", type=at_least(1), default=8 if gib else 1, help="at once at first")
+    parser.add_argument("--list", action="store_true", help="show the parts, and what runs together at first")
+    parser.add_argument(
+        "--tiny", action="store_true", default=gib is None, help="on the CPU, tiny: do the scripts run?"
+    )
+    args = parser.parse_args()
+    try:
+        parts = chosen(on_cpu() if args.tiny else on_gpu(), args.only, args.skip)
+    except ValueError as error:
+        parser.error(str(error))
+    if args.list:
+        show(parts)
+        return 0
+    cache.use()
+    environment = {
+        "PYTHONPATH": f"{ROOT}{os.pathsep}{os.environ.get('PYTHONPATH', '')}", "PYTHONUNBUFFERED": "1",
+        "HF_HUB_OFFLINE": "1", "TOKENIZERS_PARALLELISM": "false",
+    }  # fmt: skip
+    os.environ.update(environment)
+    with tempfile.TemporaryDirectory() as temporary:
+        names = {"output": args.output.absolute(), "scratch": (args.scratch or Path(temporary)).absolute()}
+        outcomes = run(parts, names, args.limit, args.jobs, 0.93 * (gib or 0.0))
+    return int(any(outcome.state != "ok" for outcome in outcomes.values()))
+
+
+def _words(text: str) -> list[str]:
+    return [word for word in text.split(",") if word]
+
+
+if __name__ == "__main__":
+    sys.exit(main())

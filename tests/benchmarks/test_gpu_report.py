@@ -1,0 +1,195 @@
+"""The report: its limits hold, what fails costs itself, and it leaves a summary whatever happens."""
+
+from __future__ import annotations
+
+import json
+import os
+import signal
+import subprocess
+import sys
+import time
+from pathlib import Path
+from types import SimpleNamespace
+from typing import Any
+
+import gpu_report
+import pytest
+import tasks
+from gpu_report import Part
+from tasks import Outcome, Task
+
+from tests.running import wait_for
+
+ROOT = Path(__file__).parents[2]
+
+
+def script(name: str, code: str, limit: float = 30, gib: float = 0, **more: Any) -> Part:
+    return Part(Task(name, ("-S", "-c", code), limit, gib), **more)
+
+
+@pytest.fixture(autouse=True)
+def quick(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(tasks, "GRACE", 0.1)
+
+
+def run(parts: list[Part], folder: Path, limit: float = 60, **how: Any) -> dict[str, str]:
+    how = {"jobs": 4, "gib": 0.0, **how}
+    outcomes = gpu_report.run(parts, {"output": folder, "scratch": folder / "scratch"}, limit, **how)
+    return {task.name: outcome.state for task, outcome in outcomes.items()}
+
+
+def alive(pid: int) -> bool:
+    try:
+        return Path(f"/proc/{pid}/stat").read_text().rpartition(")")[2].split()[0] != "Z"
+    except FileNotFoundError:
+        return False
+
+
+STUBBORN = """
+import os, signal, subprocess, sys, time
+signal.signal(signal.SIGINT, signal.SIG_IGN)
+child = subprocess.Popen(["sleep", "60"])
+print(child.pid, flush=True)
+print("before it hung", flush=True)
+time.sleep(60)
+"""
+
+
+def later(monkeypatch: pytest.MonkeyPatch, log: Path) -> None:
+    """The clock is 1,000 s on once there is something in `log`, however slow this machine."""
+
+    def now() -> float:
+        begun = log.exists() and log.read_text().endswith("hung\n")
+        return time.monotonic() + 1000 * begun
+
+    monkeypatch.setattr(tasks, "time", SimpleNamespace(monotonic=now, sleep=time.sleep))
+
+
+def test_a_part_that_fails_or_hangs_costs_itself_alone(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
+) -> None:
+    """And its whole group ends with it, though it won't listen."""
+    later(monkeypatch, tmp_path / "hangs.log")
+    leaves = (
+        "import subprocess, sys; open(sys.argv[1], 'w').write(str(subprocess.Popen(['sleep', '60']).pid))"
+    )
+    write = ("-S", "-c", leaves, "{output}/{name}.json")
+    parts = [
+        Part(Task("writes", write, 100)),
+        script("broken", "import sys; print('half'); print('why', file=sys.stderr); sys.exit(3)"),
+        script("hangs", STUBBORN, limit=100),
+    ]
+    states = run(parts, tmp_path, limit=5000)
+    assert states == {"writes": "ok", "broken": "failed with code 3", "hangs": "took too long"}
+    child = int((tmp_path / "hangs.log").read_text().split()[0])
+    told = json.loads((tmp_path / "summary.json").read_text())
+    left = told["writes"]["result"]
+    wait_for(lambda: not alive(child) and not alive(left))
+    assert told["broken"]["state"] == "failed with code 3"
+    out = capsys.readouterr().out
+    assert "=== broken\nhalf\nwhy" in out
+    assert "before it hung" in out
+
+
+def test_the_time_of_all_holds_and_what_comes_late_is_not_begun(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    later(monkeypatch, tmp_path / "first.log")
+    parts = [script("first", STUBBORN, limit=5000), script("second", "")]
+    states = run(parts, tmp_path, limit=100)
+    assert states == {"first": "took too long", "second": "not run: the time is up"}
+
+
+NOTE = "import sys, time; f = open('{output}/order', 'a'); f.write(sys.argv[1] + ' '); f.flush(); "
+
+
+def test_tests_and_warm_ups_come_first_and_the_figures_one_by_one(tmp_path: Path) -> None:
+    def note(name: str, **more: Any) -> Task:
+        return Task(name, ("-S", "-c", NOTE + f"time.sleep(0.1); f.write('{name}! ')", name), 30, **more)
+
+    fill = note("fill")
+    parts = [Part(note("a"), (fill,)), Part(note("b"), (fill,)), Part(note("tests"), beside=True)]
+    assert run(parts, tmp_path, jobs=1) == dict.fromkeys(("tests", "fill", "a", "b"), "ok")
+    assert (tmp_path / "order").read_text().split() == [
+        word for name in ("tests", "fill", "a", "b") for word in (name, f"{name}!")
+    ]
+
+
+def test_what_runs_together_has_room_together(tmp_path: Path) -> None:
+    """`b` waits for room, and `c`, which comes after it, does not."""
+    begin = "import os, sys, time\nhere = lambda name: os.path.exists('{output}/' + name)\n"
+    begin += "open('{output}/' + sys.argv[1], 'w')\n"
+    codes = {
+        "a": ("while not here('c-is-done'): time.sleep(0.01)", 60),
+        "b": ("", 60),
+        "c": ("time.sleep(0.2)\nif here('b'): sys.exit(1)\nopen('{output}/c-is-done', 'w')", 10),
+    }
+    parts = [
+        Part(Task(name, ("-S", "-c", begin + code, name), 60, gib), beside=True)
+        for name, (code, gib) in codes.items()
+    ]
+    assert run(parts, tmp_path, gib=100) == {"a": "ok", "c": "ok", "b": "ok"}
+
+
+def test_sigterm_keeps_what_there_is_and_leaves_no_process(tmp_path: Path) -> None:
+    code = f"""
+import sys
+sys.path[:0] = [{str(ROOT)!r}, {str(ROOT / "benchmarks")!r}]
+import pathlib, tasks, gpu_report
+tasks.GRACE = 0.1
+out = pathlib.Path({str(tmp_path)!r})
+parts = [gpu_report.Part(tasks.Task("done", ("-S", "-c", "print('a figure')"), 30)),
+         gpu_report.Part(tasks.Task("hangs", ("-S", "-c", {STUBBORN!r}), 30))]
+gpu_report.run(parts, {{"output": out, "scratch": out}}, 60, 1, 0)
+"""
+    with subprocess.Popen([sys.executable, "-c", code], stdout=subprocess.PIPE, text=True) as process:
+        log = tmp_path / "hangs.log"
+        wait_for(lambda: log.exists() and "hung" in log.read_text(), 60)
+        os.kill(process.pid, signal.SIGTERM)
+        out, _ = process.communicate(timeout=30)
+    assert process.returncode == 128 + signal.SIGTERM
+    assert "=== done\na figure" in out
+    assert json.loads((tmp_path / "summary.json").read_text())["hangs"]["state"] == "stopped"
+    wait_for(lambda: not alive(int(log.read_text().split()[0])))
+
+
+def test_the_summary_fits_and_has_the_important_parts_whole(tmp_path: Path) -> None:
+    parts = [script(f"part-{n}", "", show=3000) for n in range(40)]
+    for part in parts:
+        (tmp_path / f"{part.task.name}.log").write_text("x" * 5000 + "\n" + "a line of text\n" * 500)
+    outcomes = {part.task: Outcome("ok", 1.0) for part in parts}
+    text = gpu_report.summary(parts, outcomes, tmp_path, 100)
+    assert len(text) <= gpu_report.ROOM
+    assert text.count("a line of text") > 300
+    assert all(f"part-{n} " in text for n in range(40))
+    assert text.index("=== part-0") < text.index("=== part-1\n")
+
+
+def test_parts_are_chosen_by_name_in_their_order() -> None:
+    parts = gpu_report.on_gpu()
+    names = [part.task.name for part in gpu_report.chosen(parts, ["sizes", "step-8B"], [])]
+    assert names == ["step-8B", "sizes"]
+    assert "host" not in [part.task.name for part in gpu_report.chosen(parts, [], ["host"])]
+    with pytest.raises(ValueError, match="no part `size`; there are tests, "):
+        gpu_report.chosen(parts, ["size"], [])
+
+
+@pytest.mark.parametrize("parts", [gpu_report.on_gpu(), gpu_report.on_cpu()], ids=["gpu", "cpu"])
+def test_commands_name_scripts_that_exist_and_names_are_told_apart(parts: list[Part]) -> None:
+    every = {*gpu_report.together(parts), *(part.task for part in parts)}
+    assert len({task.name for task in every}) == len(every)
+    for task in every:
+        assert task.argv[0] == "-m" or (ROOT / task.argv[0]).exists(), task.argv
+        [word.format(name="n", output="o", scratch="s") for word in task.argv]
+
+
+def test_every_test_for_a_gpu_is_run() -> None:
+    marked = [path for path in (ROOT / "tests").rglob("test_*.py") if "mark.gpu" in path.read_text()]
+    assert len(marked) > 10
+    words = [part.task.argv for part in gpu_report.tests()]
+    for path in marked:
+        if path == Path(__file__):
+            continue
+        name = str(path.relative_to(ROOT))
+        told = [argv for argv in words if any(name == word or name.startswith(f"{word}/") for word in argv)]
+        assert len([argv for argv in told if f"--ignore={name}" not in argv]) == 1, name
