@@ -59,7 +59,7 @@ def _costs(monkeypatch: pytest.MonkeyPatch, target_ms: float, drafter_ms: float,
     ("costs", "want", "targets", "drafters"),
     [
         ((5.0, 14.0, 0.0), "4 colocated", 4, 4),
-        ((5.0, 14.0, 6.0), "1 : 3", 1, 3),
+        ((13.0, 13.0, 10.0), "2 : 2", 2, 2),
         ((60.0, 20.0, 15.0), "3 : 1", 3, 1),
     ],
 )

@@ -12,6 +12,8 @@ from __future__ import annotations
 from collections.abc import Sequence
 from dataclasses import dataclass
 
+from trainer.pipeline.sums import fetched
+
 CLOSE = 0.02
 """Shares of a rate that don't matter: what is measured varies by as much."""
 
@@ -25,7 +27,7 @@ class Costs:
         samples: in the batch; packed rows hold several.
         target_ms: until its features are there.
         drafter_ms: forward, loss, backward and update.
-        exchange_ms: what each further drafter adds to a step, for its gradients are fetched and added.
+        exchange_ms: to fetch another drafter's gradients, and add them.
     """
 
     rows: int
@@ -56,7 +58,7 @@ class Placement:
     def step_ms(self, costs: Costs) -> float:
         """Milliseconds of a step."""
         count = len(self.drafters)
-        exchange = costs.exchange_ms * (count - 1)
+        exchange = costs.exchange_ms * fetched(count)
         if self.colocated:
             most = max(map(self.drafters.count, self.devices))
             return most * (costs.target_ms + costs.drafter_ms) + exchange

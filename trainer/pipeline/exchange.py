@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import threading
-from collections.abc import Callable
+from collections.abc import Callable, Iterator
 from typing import NamedTuple
 
 import torch
@@ -11,7 +11,7 @@ from torch import Tensor
 
 from trainer.pipeline.channel import Stopped
 from trainer.pipeline.nodes import Nodes
-from trainer.pipeline.sums import CHUNK, sum_in_pairs
+from trainer.pipeline.sums import CHUNK, SHARED_FROM, part_of, sum_in_pairs
 from trainer.runtime.devices import Device, Mark
 
 
@@ -43,7 +43,7 @@ class Exchange:
         decide: called once a step with the step's number, by one worker while the others wait; what it decides is
             decided for all.
         nodes: the machines of this run. With several, worker 0 adds up this node's share, then all nodes', and the others
-            take its result; alone, each adds up for itself.
+            take its result; alone, each adds up for itself, or from SHARED_FROM workers on a part for all.
     """
 
     def __init__(self, size: int, decide: Callable[[int], None], nodes: Nodes | None = None) -> None:
@@ -52,6 +52,7 @@ class Exchange:
         self._shares: list[Share | None] = [None] * size
         self._taken: list[Mark | None] = [None] * size
         self._joint: tuple[Average, Mark] | None = None
+        self._parts: list[tuple[Tensor, Mark] | None] = [None] * size
         self._step = 0
         self._brought = threading.Barrier(size, action=lambda: decide(self._step))
         self._added = threading.Barrier(size)
@@ -68,10 +69,10 @@ class Exchange:
         self._step = step
         self._meet(self._brought)
         if self._nodes.alone:
-            average = self._add_up(device, out)
+            average = self._add_up(index, device, out)
         else:
             if index == 0:
-                self._joint = (self._add_up(device, out), device.mark())
+                self._joint = (self._add_up(index, device, out), device.mark())
             self._meet(self._added)
             assert self._joint is not None
             average, done = self._joint
@@ -85,13 +86,18 @@ class Exchange:
             device.after(mark)
         return average
 
-    def _add_up(self, device: Device, out: Tensor) -> Average:
+    def _add_up(self, index: int, device: Device, out: Tensor) -> Average:
         """Of this node's shares, and then of all nodes'."""
         shares = [share for share in self._shares if share is not None]
         lone = self._size == 1 and self._nodes.alone
-        for begin in range(0, 0 if lone else len(out), CHUNK):
-            part = slice(begin, begin + CHUNK)
+        shared = self._size >= SHARED_FROM and self._nodes.alone
+        begin, end = part_of(index, self._size, len(out)) if shared else (0, len(out))
+        for part in _chunks(begin, 0 if lone else end):
             sum_in_pairs(out[part], (device.fetch(s.gradients[part], s.mark) for s in shares))
+        if shared:
+            self._parts[index] = (out, device.mark())
+            self._meet(self._added)
+            self._take_parts(index, device, out)
         here = [(device.fetch(s.metrics, s.mark), device.fetch(s.weight, s.mark)) for s in shares]
         counted = [torch.cat((metrics * weight, weight[None])) for metrics, weight in here]
         totals = torch.empty_like(counted[0])
@@ -101,6 +107,15 @@ class Exchange:
         metrics, weight = totals[:-1], totals[-1]
         scale = torch.where(weight > 0, 1 / weight, 0)  # no label in any batch: nothing is learned
         return Average(shares[0].gradients if lone else out, scale, metrics * scale)
+
+    def _take_parts(self, index: int, device: Device, out: Tensor) -> None:
+        """What the others have added up, beginning with the next one's: not all from one at a time."""
+        for other in (*range(index + 1, self._size), *range(index)):
+            found = self._parts[other]
+            assert found is not None
+            total, done = found
+            for part in _chunks(*part_of(other, self._size, len(out))):
+                out[part].copy_(device.fetch(total[part], done))
 
     def abort(self) -> None:
         """Wake everyone who waits here, now and later, with Stopped."""
@@ -113,3 +128,8 @@ class Exchange:
             barrier.wait()
         except threading.BrokenBarrierError:
             raise Stopped from None
+
+
+def _chunks(begin: int, end: int) -> Iterator[slice]:
+    """From begin to end, CHUNK at a time."""
+    return (slice(at, min(at + CHUNK, end)) for at in range(begin, end, CHUNK))

@@ -101,7 +101,7 @@ class Training:
         )
 
     def _exchange_ms(self) -> float:
-        """What one more drafter adds to a step: its gradients are fetched and added. Timed on a part of them.
+        """To fetch another drafter's gradients, and add them. Timed on a part of them.
 
         From another device where the run has one; call it while the workers rest.
         """

@@ -9,6 +9,7 @@ from hypothesis import given, settings
 from hypothesis import strategies as st
 
 from trainer.pipeline.balance import Costs, Placement, best, placements
+from trainer.pipeline.sums import fetched
 
 MS = st.floats(0.5, 50.0)
 
@@ -22,7 +23,7 @@ def simulated(targets: int, drafters: int, costs: Costs, depth: int, lengths: li
     free = [0.0] * targets  # when each target can begin its next batch
     taken = [[0.0] for _ in range(drafters)]  # when each drafter took its n-th batch
     ended = [0.0]  # when each step ended
-    exchange = costs.exchange_ms * (drafters - 1)
+    exchange = costs.exchange_ms * fetched(drafters)
     for step, length in enumerate(lengths):
         for d in range(drafters):
             k = step * drafters + d
@@ -101,8 +102,11 @@ def test_balance_follows_the_size_of_the_target(target: float, drafter: float, s
 
 
 def test_a_dear_exchange_makes_fewer_drafters_better() -> None:
-    costs = Costs(1, 1.0, 5.0, 14.0, 0.5)
-    assert str(best(placements([f"cuda:{i}" for i in range(8)]), costs)) == "2 : 6"
+    costs = Costs(1, 1.0, 13.0, 13.0, 10.0)
+    assert str(best(placements([f"cuda:{i}" for i in range(4)]), costs)) == "2 : 2"
+    assert str(best(placements([f"cuda:{i}" for i in range(8)]), costs)) == "8 colocated", (
+        "parts are shared out"
+    )
 
 
 def test_workers_that_share_a_device_share_its_time() -> None:

@@ -9,6 +9,7 @@ import pytest
 import torch
 
 from tests.trainer.pipeline.test_sums import in_pairs
+from trainer.pipeline import exchange as module
 from trainer.pipeline.channel import Stopped
 from trainer.pipeline.exchange import Exchange, Share
 from trainer.pipeline.plan import Course
@@ -26,10 +27,13 @@ def _run(size: int, steps: int, work: object) -> None:
     assert not any(thread.is_alive() for thread in threads)
 
 
-@pytest.mark.parametrize("size", [1, 2, 3, 5])
+@pytest.mark.parametrize("size", [1, 2, 3, 4, 5])
 @pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16])
-def test_the_sum_is_taken_in_drafter_order(size: int, dtype: torch.dtype) -> None:
+def test_the_sum_is_taken_in_drafter_order(
+    size: int, dtype: torch.dtype, monkeypatch: pytest.MonkeyPatch
+) -> None:
     """((g0 + g1) + (g2 + g3)) / (w0 + ... + w3) in float32, whoever comes first; overwriting one's share harms nobody."""
+    monkeypatch.setattr(module, "CHUNK", 50)
     steps, length = 20, 257
     data = torch.randn(steps, size, length, generator=torch.Generator().manual_seed(size)).to(dtype)
     exchange = Exchange(size, lambda step: None)

@@ -7,7 +7,7 @@ import torch
 from hypothesis import given, settings
 from hypothesis import strategies as st
 
-from trainer.pipeline.sums import sum_in_pairs
+from trainer.pipeline.sums import fetched, part_of, sum_in_pairs
 
 
 def in_pairs(parts: list[torch.Tensor]) -> torch.Tensor:
@@ -60,3 +60,14 @@ def test_other_nodes_stay_within_rounding(dtype: torch.dtype, rounding: float) -
         split = _sum([_sum(parts[:cut], dtype), _sum(parts[cut:], dtype)], dtype)
         assert not torch.equal(split, whole)
         assert ((split - whole).abs() <= bound).all()
+
+
+@given(st.integers(1, 16), st.integers(0, 1000))
+def test_parts_are_the_whole_and_about_equal(drafters: int, length: int) -> None:
+    parts = [part_of(index, drafters, length) for index in range(drafters)]
+    assert [n for begin, end in parts for n in range(begin, end)] == list(range(length))
+    assert max(end - begin for begin, end in parts) - min(end - begin for begin, end in parts) <= 1
+
+
+def test_parts_are_shared_out_where_that_moves_less() -> None:
+    assert [fetched(drafters) for drafters in range(1, 9)] == [0, 1, 2, 2.25, 2.4, 2.5, 18 / 7, 2.625]
