@@ -75,8 +75,23 @@ SHOWN: list[tuple[str, dict[str, Any]]] = [
         },
     ),
 ]
-PLAIN = {"int": 3, "int | None": None, "float": 0.25, "str": "x", "bool": True, "list[str]": ["cuda:0"]}
-PLAIN |= {"dict[str, int]": {"a": 1}}
+
+
+def sample(annotation: str, n: int) -> Any:
+    """A value for the n-th argument, unlike those of the others."""
+    plain: dict[str, Any] = {
+        "int": 3 + n,
+        "int | None": 3 + n,
+        "float": round(0.25 + n / 100, 2),
+        "str": f"x{n}",
+        "bool": True,
+        "list[str]": [f"cuda:{n}"],
+        "dict[str, int]": {"a": n},
+        "list[dict[str, Any]]": [BUCKET],
+        "dict[str, float]": COSTS,
+        "dict[str, Any]": {**WAY, "idle": n / 10},
+    }
+    return plain[annotation]
 
 
 def told(name: str, arguments: dict[str, Any], folder: Path) -> tuple[dict[str, Any], str]:
@@ -91,7 +106,7 @@ def told(name: str, arguments: dict[str, Any], folder: Path) -> tuple[dict[str, 
 @pytest.mark.parametrize("name", METHODS)
 def test_the_fields_are_the_arguments(name: str, tmp_path: Path) -> None:
     parameters = list(inspect.signature(getattr(Events, name)).parameters.values())[1:]
-    arguments = dict(dict(SHOWN).get(name, {})) or {p.name: PLAIN[str(p.annotation)] for p in parameters}
+    arguments = {p.name: sample(str(p.annotation), n) for n, p in enumerate(parameters)}
     record, line = told(name, arguments, tmp_path)
     assert record.pop("event") == name
     assert record.pop("t") > 1.7e9
