@@ -27,16 +27,13 @@ def ls(
     accept_new: AcceptNewOption = False,
 ) -> int:
     """List the newest runs of all hosts; hosts that can't be reached are shown as such."""
-    from concurrent.futures import ThreadPoolExecutor
-
     from dflashctl.cli import reach, seen
     from dflashctl.render import jsonout, runs, terminal
 
     known = reach.read_hosts(hosts)
     chosen = [known.get(host)] if host is not None else [h for h in known if h.trainable]
     places = [reach.Place(h, known, accept_new, may_ask=False) for h in chosen]
-    with ThreadPoolExecutor(min(PARALLEL, len(places)), "ls") as pool:
-        answers = list(pool.map(lambda place: ask(place, limit), places))
+    answers = ask_all(places, limit)
     seen.remember({s.run_id: answer.host for answer in answers for s, _ in answer.rows})
     if len(answers) > 1:
         # this machine is always a host; it is worth a line only where it has runs
@@ -48,6 +45,26 @@ def ls(
         out.print(runs.table(answers, out))
     errors = [a.error for a in answers if a.error is not None]
     return int(errors[0].exit_code) if errors and len(errors) == len(answers) else ExitCode.OK
+
+
+def ask_all(places: list[Place], limit: int) -> list[HostRuns]:
+    """The answers of all, in that order. Threads that die with us: Ctrl-C waits for no host that hangs, as a pool's would."""
+    from concurrent.futures import Future
+    from threading import Semaphore, Thread
+
+    gate = Semaphore(PARALLEL)
+    answers: list[Future[HostRuns]] = [Future() for _ in places]
+
+    def work(place: Place, answer: Future[HostRuns]) -> None:
+        try:
+            with gate:
+                answer.set_result(ask(place, limit))
+        except Exception as error:  # raised to who asks for the answer
+            answer.set_exception(error)
+
+    for place, answer in zip(places, answers, strict=True):
+        Thread(target=work, args=(place, answer), name="ls", daemon=True).start()
+    return [answer.result() for answer in answers]
 
 
 def ask(place: Place, limit: int) -> HostRuns:

@@ -1,11 +1,13 @@
 """`dflashctl ls`: several hosts, some of which do not answer."""
 
 import json
+import signal
 import socket
 
 import pytest
 
 from tests.cli import scripts
+from tests.running import wait_for
 
 
 @pytest.fixture
@@ -49,6 +51,18 @@ def test_all_unreachable_is_an_error(cli, closed_port):
     shown = cli("ls", "-H", "dead")
     assert shown.returncode == 7
     assert "unreachable" in shown.stdout
+
+
+def test_ctrl_c_does_not_wait_for_a_host_that_hangs(cli, tmp_path):
+    hangs = tmp_path / "python"
+    hangs.write_text(f"#!/bin/sh\ntouch {tmp_path}/asked\ncat > /dev/null\n")
+    hangs.chmod(0o755)
+    add_host(cli, f'[hosts.hangs]\nkind = "local"\nworkspace = "/w"\npython = "{hangs}"\n')
+    asking = cli.popen("ls")
+    wait_for((tmp_path / "asked").exists)
+    asking.send_signal(signal.SIGINT)
+    assert asking.communicate(timeout=20) == ("", "")
+    assert asking.returncode == 130
 
 
 def test_json(cli, started, runner, closed_port):
