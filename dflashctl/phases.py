@@ -70,8 +70,9 @@ def indexes(s: Snapshot, event: str) -> set[int]:
 
 def last_event(s: Snapshot) -> float | None:
     """Time of the newest event of any kind."""
-    times = [finite(s.events.last.get("t"))]
-    times += [finite(kept[-1].get("t")) for kept in s.events.phases.values()]
+    if (t := finite(s.events.last.get("t"))) is not None:
+        return t  # not the latest time: clocks are set back
+    times = [finite(kept[-1].get("t")) for kept in s.events.phases.values()]
     times += [s.events.steps[-1].t] if s.events.steps else []
     return max((t for t in times if t is not None), default=None)
 

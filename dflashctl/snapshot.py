@@ -150,8 +150,9 @@ class Events:
             kept = tuple(mapping(v) for v in (value if isinstance(value, list) else [value]) if mapping(v))
             if kept:
                 phases[str(name)] = kept
-        known = sorted((s for s in steps if s is not None), key=lambda s: s.t)
-        return cls(last=mapping(part.get("last")), steps=tuple(known), phases=phases)
+        # as they were written: a clock that was set back over there makes the newest look the oldest
+        known = tuple(s for s in steps if s is not None)
+        return cls(last=mapping(part.get("last")), steps=known, phases=phases)
 
     def newest(self, name: str) -> Mapping[str, Any]:
         """The newest event of that name, or an empty mapping."""

@@ -98,7 +98,8 @@ def _training(s: Snapshot, now: float, phase: str) -> Verdict:
     ago = max(0.0, now - last.t)
     rests = f"step {count(last.step)}, {duration(ago)} ago"
     saved = [t for name in ("checkpoint", "evaluation") if (t := s.events.time(name)) is not None]
-    silent = max(0.0, now - max([last.t, *saved]))
+    # what lies ahead was stamped before the clock was set back
+    silent = max(0.0, now - max([last.t, *(t for t in saved if t <= now)]))
     if phase in ("evaluating", "saving"):
         if phase == "evaluating":
             silent = max(0.0, now - (s.events.time("evaluating") or last.t))

@@ -9,6 +9,7 @@ from hypothesis import given, settings
 from hypothesis import strategies as st
 
 from dflashctl.diagnose.model import STOPPED_BY_US
+from dflashctl.phases import last_event
 from dflashctl.remote import supervisor
 from dflashctl.snapshot import Snapshot
 from dflashctl.status import judge
@@ -297,6 +298,21 @@ def test_an_old_heartbeat_is_said():
     notes = judge(FIXTURES["silent-supervisor"]).notes
     assert any("silent for 95 s" in note for note in notes)
     assert not judge(FIXTURES["training"]).notes
+
+
+def test_a_clock_that_is_set_back_over_there_does_not_make_old_steps_new():
+    made = snap("training")
+    *before, newest = made["events"]["steps"]
+    for step in before:
+        step["t"] += 5 * 3600.0
+    for event in (e for e in made["events"]["phases"].values() if isinstance(e, dict)):
+        event["t"] += 5 * 3600.0
+    assert judge(made).step.step == newest["step"]
+    made["now"] += 3600.0
+    assert judge(made).state == "stalled"
+    warming = snap("warming")
+    warming["events"]["phases"]["dataset"]["t"] += 5 * 3600.0
+    assert last_event(Snapshot.parse(warming)) == warming["events"]["last"]["t"]
 
 
 def test_work_lost_is_counted_from_the_last_checkpoint():
