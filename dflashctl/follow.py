@@ -144,8 +144,8 @@ def follow(
     """Yield lines, notices, and last of all End.
 
     With `wait` it ends when the supervisor's record says so, never because a stream ended; without, at the log's end.
-    Connections that break are opened again for as long as it takes, 1 to 30 s apart. The first must succeed; a wrong host
-    key ends it.
+    Connections that break are opened again for as long as it takes, 1 to 30 s apart; without `wait`, once. The first must
+    succeed; a wrong host key ends it.
 
     Args:
         open_session: makes a session that is not opened yet, on a connection of its own, which it closes too.
@@ -197,7 +197,7 @@ def follow(
                         return
                     where = {"offset": lines.offset, "inode": inode}
         except (UnreachableError, ContainerError) as error:
-            if not reached or isinstance(error, HostKeyError):
+            if not reached or isinstance(error, HostKeyError) or (broken and not wait):
                 raise
             broken, pause = True, next(waits)
             yield Notice("disconnected", f"{error.message}; trying again in {pause:.0f} s")

@@ -255,19 +255,16 @@ def test_the_pauses_grow_while_the_host_is_away(runner: Runner, session: Session
     assert pauses == [1.0, 2.0, 4.0, 8.0, 16.0, 30.0, 30.0, 30.0]
 
 
-@pytest.mark.parametrize("jitter", [0.0, 0.999])
-def test_jitter_stays_between_1_and_30_seconds(jitter: float) -> None:
-    pauses: list[float] = []
+def away() -> Any:
+    """Makes sessions, of which the first breaks after its first item and no other comes about."""
+    opened: list[None] = []
 
     class Away:
-        """A session whose connection breaks after the first item, and then never comes back."""
-
         transport = type("T", (), {"label": "away"})()
-        opened = 0
 
         def __enter__(self) -> Away:
-            Away.opened += 1
-            if Away.opened > 1:
+            opened.append(None)
+            if len(opened) > 1:
                 raise UnreachableError("away")
             return self
 
@@ -277,16 +274,29 @@ def test_jitter_stays_between_1_and_30_seconds(jitter: float) -> None:
             yield {"at": 0, "inode": 1, "size": 0}
             raise UnreachableError("broken")
 
+    return Away
+
+
+@pytest.mark.parametrize("jitter", [0.0, 0.999])
+def test_jitter_stays_between_1_and_30_seconds(jitter: float) -> None:
+    pauses: list[float] = []
+
     def sleep(seconds: float) -> None:
         pauses.append(seconds)
         if len(pauses) == 12:
             raise KeyboardInterrupt
 
-    made: Any = Away
     with pytest.raises(KeyboardInterrupt):
-        list(follow(made, "a", Start(lines=1), sleep=sleep, jitter=lambda: jitter))
+        list(follow(away(), "a", Start(lines=1), sleep=sleep, jitter=lambda: jitter))
     assert all(1.0 <= pause <= 30.0 for pause in pauses)
     assert pauses[-1] >= 15.0
+
+
+def test_who_does_not_wait_for_the_run_does_not_wait_for_its_host_either() -> None:
+    pauses: list[float] = []
+    with pytest.raises(UnreachableError, match="away"):
+        list(follow(away(), "a", Start(lines=1), wait=False, sleep=pauses.append))
+    assert len(pauses) == 1
 
 
 def test_the_first_connection_must_succeed(runner: Runner, tmp_path: Path) -> None:
