@@ -14,10 +14,9 @@ if TYPE_CHECKING:
     from dflashctl.profile import Profile
     from dflashctl.remote.session import Session
 
-NEEDED_MODULES = ("torch", "transformers", "pyarrow", "safetensors")
 OLDEST_TORCH = (2, 11)
 NEEDS = "'torch>=2.11' 'transformers>=5' pyarrow safetensors jinja2"
-"""For pip, as the extra `trainer` of pyproject.toml has them."""
+"""For pip, as the extra `trainer` of pyproject.toml has them. What is looked for: remote/preflight.py."""
 
 BUSY_MIB = 1024
 """GPU memory in use, MiB, from which a GPU counts as busy: more than an idle driver or a display takes."""
@@ -76,12 +75,12 @@ def _modules(modules: Mapping[str, Any], host: Host, label: str) -> list[tuple[s
             )
         ]
     missing = modules.get("missing") or {}
-    absent = [name for name in NEEDED_MODULES if missing.get(name) == _not_installed(name)]
+    absent = [name for name, why in missing.items() if why == _not_installed(name)]
     found = [(f"{host.python} on {label} has no {', '.join(absent)}", install)] if absent else []
     found += [
-        (f"{name} can't be imported by {host.python} on {label}: {missing[name]}", install)
-        for name in NEEDED_MODULES
-        if name in missing and name not in absent
+        (f"{name} can't be imported by {host.python} on {label}: {why}", install)
+        for name, why in missing.items()
+        if name not in absent
     ]
     version = re.match(r"(\d+)\.(\d+)", modules.get("torch", ""))
     if version and (int(version[1]), int(version[2])) < OLDEST_TORCH:
