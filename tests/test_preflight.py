@@ -77,9 +77,9 @@ def test_all_well() -> None:
         (
             modules(
                 missing={
-                    "pyarrow": "ModuleNotFoundError: No module named 'pyarrow'",
                     "torch": "ModuleNotFoundError: No module named 'torch'",
                     "transformers": "ModuleNotFoundError: No module named 'yaml'",
+                    "pyarrow": "ModuleNotFoundError: No module named 'pyarrow'",
                 }
             ),
             "/opt/venv/bin/python on ct200 on pve1 has no torch, pyarrow",
