@@ -6,7 +6,7 @@ import base64
 import random
 import re
 import time
-from collections.abc import Callable, Iterator
+from collections.abc import Callable, Iterator, Mapping
 from dataclasses import dataclass, field
 from datetime import datetime
 from typing import TYPE_CHECKING, Any
@@ -101,7 +101,25 @@ class _Lines:
         self.offset = offset
         self.pending.clear()
 
+    def of(self, item: Mapping[str, Any]) -> Iterator[Line | Notice]:
+        """What an item of the agent's stream (docs/architecture.md, "Agent") has to show."""
+        if "at" in item:
+            self.restart(item["at"])
+        elif "data" in item:
+            yield from self.take(base64.b64decode(item["data"]))
+        elif "truncated" in item:
+            yield Notice("truncated", "the log was cut short over there; going on from its beginning")
+            self.restart(0)
+        elif "rotated" in item:
+            yield from self.rest()
+            words = "the log was replaced over there; going on from the new one's beginning"
+            yield Notice("rotated", words)
+            self.restart(0)
+        elif "end" in item:
+            yield from self.rest()
+
     def take(self, data: bytes) -> Iterator[Line]:
+        """Lines that end in what is there by now."""
         self.pending += data
         start = text = 0  # of the bytes not passed on yet; of the line's text
         for match in re.finditer(rb"\r*\n|\r+(?!\n)", self.pending):
@@ -118,6 +136,7 @@ class _Lines:
             yield from self.rest()
 
     def rest(self) -> Iterator[Line]:
+        """What is left, though it has no end."""
         if self.pending:
             data = bytes(self.pending)
             self.restart(self.offset + len(data))
@@ -152,15 +171,7 @@ def follow(
         run_id: None for the newest; it is settled by the first connection.
     """
     lines = _Lines()
-    where: dict[str, Any] = {
-        key: value
-        for key, value in (
-            ("lines", start.lines),
-            ("ago", start.ago),
-            ("since", start.since),
-        )
-        if value is not None
-    }
+    where: dict[str, Any] = {key: value for key, value in vars(start).items() if value is not None}
     inode: int | None = None
     waits = pauses(jitter)
     reached = broken = False
@@ -174,25 +185,10 @@ def follow(
                     if "at" in item:
                         if broken:
                             yield Notice("reconnected", f"connected again to {session.transport.label}")
-                        lines.restart(item["at"])
                         inode, reached, broken, waits = item["inode"], True, False, pauses(jitter)
-                    elif "data" in item:
-                        yield from lines.take(base64.b64decode(item["data"]))
-                    elif "truncated" in item:
-                        yield Notice(
-                            "truncated", "the log was cut short over there; going on from its beginning"
-                        )
-                        lines.restart(0)
-                    elif "rotated" in item:
-                        yield from lines.rest()
-                        yield Notice(
-                            "rotated",
-                            "the log was replaced over there; going on from the new one's beginning",
-                        )
-                        lines.restart(0)
-                    elif "end" in item:
+                    yield from lines.of(item)
+                    if "end" in item:
                         end = item["end"]
-                        yield from lines.rest()
                         yield End(end["run_id"], end["standing"], end["state"] or {})
                         return
                     where = {"offset": lines.offset, "inode": inode}

@@ -55,7 +55,7 @@ def within(seconds: float, ask: Callable[[], Answer]) -> Answer:
     return answers[0]
 
 
-class Tail:
+class LastBytes:
     """The last `limit` bytes written, safe to share between a writing and a reading thread."""
 
     def __init__(self, limit: int = STDERR_KEPT) -> None:

@@ -13,7 +13,7 @@ from collections.abc import Sequence
 
 from dflashctl.errors import PreflightError
 from dflashctl.transport import base
-from dflashctl.transport.base import Channel, Tail, Transport
+from dflashctl.transport.base import Channel, LastBytes, Transport
 
 CHUNK = 64 * 1024
 CLOSE_GRACE = 0.5
@@ -72,7 +72,7 @@ class LocalChannel(Channel):
         self._stdin = process.stdin
         self._stdout = process.stdout
         self._stderr = process.stderr
-        self._tail = Tail()
+        self._tail = LastBytes()
         self._stdin_lock = threading.Lock()
         os.set_blocking(self._stdin.fileno(), False)
         self._stop_reader, self._stop_writer = os.pipe()

@@ -13,7 +13,7 @@ from typing import TYPE_CHECKING
 from dflashctl.config import Host, SshHost
 from dflashctl.errors import ConnectionLostError, UnreachableError
 from dflashctl.transport import base, lazyinvoke
-from dflashctl.transport.base import Channel, Tail, Transport
+from dflashctl.transport.base import Channel, LastBytes, Transport
 from dflashctl.transport.dial import Dialer, error_words
 from dflashctl.transport.sshconfig import Endpoint, resolve
 
@@ -127,7 +127,7 @@ class SshChannel(Channel):
         self._channel = channel
         self._connection = connection
         self._lost = lost
-        self._tail = Tail()
+        self._tail = LastBytes()
         self._breaks = (
             OSError,
             EOFError,

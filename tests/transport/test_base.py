@@ -16,7 +16,7 @@ from hypothesis import strategies as st
 
 from dflashctl.errors import DflashError, PreflightError
 from dflashctl.transport import base
-from dflashctl.transport.base import Channel, Result, Tail, Transport, explain_program
+from dflashctl.transport.base import Channel, LastBytes, Result, Transport, explain_program
 from dflashctl.transport.local import LocalTransport
 from dflashctl.transport.ssh import SshTransport
 from tests.transport.conftest import Server
@@ -286,7 +286,7 @@ def test_threads_end_with_the_transport(transport: Transport) -> None:
 
 @given(st.lists(st.binary(max_size=50)), st.integers(1, 100))
 def test_tail_keeps_the_last_bytes(chunks: list[bytes], limit: int) -> None:
-    tail = Tail(limit)
+    tail = LastBytes(limit)
     for chunk in chunks:
         tail.write(chunk)
     assert tail.value() == b"".join(chunks)[-limit:]
