@@ -34,11 +34,12 @@ FAREWELL_SECONDS = 5.0
 """How long the store may take to keep, or to tell, why a node has left."""
 
 
-LINGER_SECONDS = 1.0
-"""How long a node that holds the store stays, so that others may read why all end."""
+LINGER_SECONDS = {"failed": 30.0, "stopped": 30.0, "lost": 1.0}
+"""How long a node that holds the store stays at most, by its own word, so that others may read why all end: they look when
+they wait for others, and may be loading."""
 
 POLL_SECONDS = 0.05
-"""How often a node looks whether node 0 has heard it."""
+"""How often a node looks whether others have heard it."""
 
 
 class NodeLost(RuntimeError):
@@ -71,6 +72,8 @@ class Nodes:
         self._holds_store = False
         self._joined = False
         self._aborted = False
+        self._word = "lost"  # what `tell` told
+        self._deaf = False  # the store could not be read
         self._pending = 0  # calls that wait for others
         self._changed = threading.Condition()
 
@@ -184,6 +187,7 @@ class Nodes:
             status: failed, stopped, or lost: only because another node was.
         """
         if self._joined:
+            self._word = status
             _within(FAREWELL_SECONDS, lambda: self._store.set(f"left/{self.rank}", f"{status} {why}"))
 
     def abort(self) -> None:
@@ -197,15 +201,19 @@ class Nodes:
     def leave(self, code: int) -> None:
         """End the process, unless the nodes have parted by `close`: what gloo still waits for can't be called off."""
         if self._joined or self._pending or dist.is_initialized():
-            if (
-                self._holds_store and self._joined
-            ):  # which ends with this process: the others are to notice before that
-                if not self._pending:
-                    dist.destroy_process_group()
-                time.sleep(LINGER_SECONDS)
+            if self._holds_store and self._joined:
+                self._linger()
             sys.stdout.flush()
             sys.stderr.flush()
             os._exit(code)
+
+    def _linger(self) -> None:
+        """Keep the store, which ends with this process, until all others have left their own word."""
+        if not self._pending:
+            dist.destroy_process_group()  # whoever waits in a call notices
+        until = time.monotonic() + LINGER_SECONDS[self._word]
+        while len(self._words() or {}) < self.size - 1 and time.monotonic() < until:
+            time.sleep(POLL_SECONDS)
 
     # Agreeing.
 
@@ -300,11 +308,14 @@ class Nodes:
 
         with self._changed:
             self._pending += 1
-            threading.Thread(target=run, name="nodes", daemon=True).start()
-            while not (outcome or self._aborted):
-                self._changed.wait(HANDLED_EVERY)
+        threading.Thread(target=run, name="nodes", daemon=True).start()
+        while not outcome:
+            with self._changed:
+                self._changed.wait_for(lambda: outcome or self._aborted, HANDLED_EVERY)
             if self._aborted:
                 raise Stopped
+            if not outcome:
+                self._listen()
         value, error = outcome[0]
         if isinstance(error, RuntimeError):  # of which those of torch.distributed are kinds
             raise self._lost(error) from error
@@ -312,26 +323,39 @@ class Nodes:
             raise error
         return value
 
+    def _listen(self) -> None:
+        """Raise NodeLost where others have left word: one that waits for this node in a call keeps its sockets open."""
+        words = self._words() if self._joined and not self._deaf else {}
+        self._deaf = words is None  # and not to be asked again
+        if cause := self._cause(words or {}):
+            raise cause
+
     def _lost(self, error: RuntimeError) -> NodeLost:
         """What is known of why others are gone: their own words, else the network's."""
         words = self._words() if self._joined else {}
+        return self._cause(words or {}) or NodeLost(
+            f"another node is gone without a word: it was killed, its machine or the network is down, or it hangs "
+            f"({_gist(error)})"
+        )
+
+    def _cause(self, words: dict[int, str]) -> NodeLost | None:
+        """The error that others' words tell of, failures first; None where there is but loss in them."""
         for rank, word in words.items():
             if word.startswith("failed "):
                 return NodeLost(f"{self.name(rank)} failed, so all end: {word.partition(' ')[2]}")
         for rank, word in words.items():
             if word.startswith("stopped "):
                 return NodeStopped(f"{self.name(rank)} was stopped ({word.partition(' ')[2]})")
-        return NodeLost(
-            f"another node is gone without a word: it was killed, its machine or the network is down, or it hangs "
-            f"({_gist(error)})"
-        )
+        return None
 
-    def _words(self) -> dict[int, str]:
+    def _words(self) -> dict[int, str] | None:
+        """What the nodes that have left told, by rank; None where the store can't be read."""
+
         def read() -> dict[int, str]:
             keys = {rank: f"left/{rank}" for rank in range(self.size) if rank != self.rank}
             return {r: self._store.get(key).decode() for r, key in keys.items() if self._store.check([key])}
 
-        return _within(FAREWELL_SECONDS, read) or {}
+        return _within(FAREWELL_SECONDS, read)
 
 
 def _gather(value: Any, size: int) -> list[Any]:

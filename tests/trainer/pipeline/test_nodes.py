@@ -220,6 +220,41 @@ def test_a_signal_is_heard_while_waiting_and_others_learn_of_it(tmp_path: Path) 
     assert processes[0].out.endswith(") was stopped (SIGTERM)\n")
 
 
+def _be_busy(mine: Nodes) -> None:
+    """Node 0, which holds the store, is stopped as it waits for node 1, which is busy for some time more."""
+    mine.join(600, cuda=False)
+
+    def stop(*_: object) -> None:
+        raise KeyboardInterrupt
+
+    signal.signal(signal.SIGTERM, stop)
+    print("ready", flush=True)
+    try:
+        if mine.rank == 1:
+            while not mine._words():
+                time.sleep(0.02)
+            time.sleep(1.5)
+        while True:
+            mine.any(False)
+    except KeyboardInterrupt:
+        mine.tell("stopped", "SIGTERM")
+        mine.leave(8)
+    except NodeStopped as error:
+        print(error, flush=True)
+        mine.tell("lost", "")
+        mine.leave(7)
+
+
+def test_who_is_busy_when_others_leave_learns_why(tmp_path: Path) -> None:
+    processes = _start(tmp_path, 2, _be_busy)
+    while "ready" not in processes[0].out:
+        time.sleep(0.02)
+    time.sleep(0.1)
+    os.kill(processes[0].pid, signal.SIGTERM)
+    assert [process.end() for process in processes] == [8, 7]
+    assert processes[1].out.endswith(") was stopped (SIGTERM)\n")
+
+
 def _be_aborted(mine: Nodes) -> None:
     mine.join(600, cuda=False)
     if mine.rank == 1:
