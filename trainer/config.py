@@ -236,77 +236,76 @@ def _told(value: Any) -> str:
     return str(value)
 
 
+CHOICES = {
+    "target.dtype": ("auto", "float32", "bfloat16", "float16"),
+    "data.packing": ("auto", "on", "off"),
+    "train.loss": ("ce-decay", "ce-dpace"),
+    "train.nonfinite": ("stop", "skip"),
+    "devices.topology": ("split", "colocated", "auto"),
+    "runtime.compile": ("auto", "on", "off"),
+    "runtime.cuda_graphs": ("auto", "explicit", "off"),
+    "runtime.memory": ("refuse", "warn"),
+    "runtime.drafter_dtype": (
+        "auto",
+        "float32",
+        "bfloat16",
+    ),  # in float16 gradients vanish without loss scaling
+}
+
+LEAST = {
+    "data.max_length": 16,
+    "data.bucket_count": 1,
+    "drafter.layers": 1,
+    "drafter.block_size": 2,
+    "drafter.feature_layers": 1,
+    "train.steps": 0,
+    "train.batch_size": 1,
+    "train.anchors": 1,
+    "train.gamma": 0,
+    "train.clip": 0,
+    "train.log_every": 1,
+    "train.checkpoint_every": 0,
+    "train.keep": 1,
+    "devices.channel_depth": 1,
+    "devices.prefetch_depth": 1,
+    "devices.cpu_threads": 0,
+    "evaluate.count": 0,
+    "evaluate.max_new_tokens": 1,
+    "evaluate.temperature": 0,
+}
+
+
 def _check(config: Config, source: str) -> None:
-    d, t, v = config.drafter, config.train, config.devices
-    free = v.topology == "auto"
+    """Raise ConfigError for the first value that is none of its CHOICES, below its LEAST, or breaks a rule of its own."""
+
+    def value(key: str) -> Any:
+        section, name = key.split(".")
+        return getattr(getattr(config, section), name)
+
+    t, v = config.train, config.devices
+    listed = "a list of at least one device, such as cuda:0 or cpu"
     rules = [
-        (d.block_size >= 2, "drafter.block_size", "at least 2"),
-        (d.layers >= 1, "drafter.layers", "at least 1"),
-        (d.feature_layers >= 1, "drafter.feature_layers", "at least 1"),
-        (d.mask_token_id >= -1, "drafter.mask_token_id", "a token's id, or -1"),
-        (config.data.max_length >= 16, "data.max_length", "at least 16 tokens"),
-        (config.data.packing in ("auto", "on", "off"), "data.packing", "auto, on or off"),
-        (config.data.bucket_count >= 1, "data.bucket_count", "at least 1"),
-        (t.steps >= 0, "train.steps", "0 or more"),
+        *(
+            (value(key) in words, key, " or ".join((", ".join(words[:-1]), words[-1])))
+            for key, words in CHOICES.items()
+        ),
+        *((value(key) >= low, key, f"at least {low}" if low else "0 or more") for key, low in LEAST.items()),
+        (config.drafter.mask_token_id >= -1, "drafter.mask_token_id", "a token's id, or -1"),
         (0 < t.epochs < math.inf, "train.epochs", "above 0"),
-        (t.batch_size >= 1, "train.batch_size", "at least 1"),
-        (t.anchors >= 1, "train.anchors", "at least 1"),
-        (t.loss in ("ce-decay", "ce-dpace"), "train.loss", "ce-decay or ce-dpace"),
         (0 < t.learning_rate < math.inf, "train.learning_rate", "above 0"),
         (0 <= t.warmup_share < 1, "train.warmup_share", "from 0 to below 1"),
-        (t.nonfinite in ("stop", "skip"), "train.nonfinite", "stop or skip"),
-        (t.log_every >= 1, "train.log_every", "at least 1"),
-        (t.checkpoint_every >= 0, "train.checkpoint_every", "0 or more"),
-        (t.keep >= 1, "train.keep", "at least 1"),
-        (t.gamma >= 0, "train.gamma", "0 or more"),
         (0 <= t.dpace_alpha <= 1, "train.dpace_alpha", "from 0 to 1"),
         (0 <= t.adam_beta1 < 1, "train.adam_beta1", "from 0 to below 1"),
         (0 <= t.adam_beta2 < 1, "train.adam_beta2", "from 0 to below 1"),
         (0 <= t.weight_decay < math.inf, "train.weight_decay", "0 or more"),
         (0 <= t.seed < 1 << 63, "train.seed", "from 0 to 2^63 - 1"),
-        (t.clip >= 0, "train.clip", "0 or more"),
-        (config.evaluate.count >= 0, "evaluate.count", "0 or more"),
-        (config.evaluate.temperature >= 0, "evaluate.temperature", "0 or more"),
-        (config.evaluate.max_new_tokens >= 1, "evaluate.max_new_tokens", "at least 1"),
         (0 < config.nodes.timeout <= 7 * 86400, "nodes.timeout", "above 0, and a week at most"),
-        (v.cpu_threads >= 0, "devices.cpu_threads", "0 or more"),
-        (v.topology in ("split", "colocated", "auto"), "devices.topology", "split, colocated or auto"),
-        (
-            len(v.targets) >= 1 or free,
-            "devices.targets",
-            "a list of at least one device, such as cuda:0 or cpu",
-        ),
-        (
-            len(v.drafters) >= 1 or free,
-            "devices.drafters",
-            "a list of at least one device, such as cuda:0 or cpu",
-        ),
-        (v.channel_depth >= 1, "devices.channel_depth", "at least 1"),
-        (v.prefetch_depth >= 1, "devices.prefetch_depth", "at least 1"),
-        (
-            config.target.dtype in ("auto", "float32", "bfloat16", "float16"),
-            "target.dtype",
-            "auto, float32, bfloat16 or float16",
-        ),
-        (config.runtime.compile in ("auto", "on", "off"), "runtime.compile", "auto, on or off"),
-        (config.runtime.memory in ("refuse", "warn"), "runtime.memory", "refuse or warn"),
-        # no float16: gradients would vanish without loss scaling
-        (
-            config.runtime.drafter_dtype in ("auto", "float32", "bfloat16"),
-            "runtime.drafter_dtype",
-            "auto, float32 or bfloat16",
-        ),
-        (
-            config.runtime.cuda_graphs in ("auto", "explicit", "off"),
-            "runtime.cuda_graphs",
-            "auto, explicit or off",
-        ),
+        (bool(v.targets) or v.topology == "auto", "devices.targets", listed),
+        (bool(v.drafters) or v.topology == "auto", "devices.drafters", listed),
     ]
     for ok, key, want in rules:
         if not ok:
-            section, name = key.split(".")
-            value = getattr(getattr(config, section), name)
-            raise ConfigError(f"{source}: `{key}` must be {want}, not {_told(value)}")
+            raise ConfigError(f"{source}: `{key}` must be {want}, not {_told(value(key))}")
     for key, names in (("targets", v.targets), ("drafters", v.drafters)):
         for i, name in enumerate(names):
             # one spelling each: who claims a GPU, or looks whether it is busy, goes by the name

@@ -126,6 +126,13 @@ def test_paths_are_bundled_absolute_or_beside_the_file(tmp_path):
     assert resolve("~/data", tmp_path) == Path.home() / "data"
 
 
+@pytest.mark.parametrize("key", config.CHOICES)
+def test_the_choices_stand_beside_the_key(key):
+    name = key.split(".")[1]
+    said = re.findall(rf"^    {name}: str = .*?# (.*)$", Path(config.__file__).read_text(), re.MULTILINE)
+    assert any(line.startswith(" | ".join(config.CHOICES[key])) for line in said), said
+
+
 def test_every_key_says_what_it_means():
     """`hosts.example.toml` and the README send people to this file."""
     text = Path(config.__file__).read_text()
