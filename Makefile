@@ -5,8 +5,8 @@
 PYTHON ?= python3
 VENV ?= .venv
 PIP_ARGS ?=
-# three processes on two cores, all tests with containers in one of them: half of the suite is waiting (docs/decisions.md)
-PYTEST_ARGS ?= -n 3 --dist loadgroup
+# three processes on two cores: half of the suite is waiting (docs/decisions.md)
+PYTEST_ARGS ?= -n 3 --dist worksteal
 BIN := $(VENV)/bin
 INSTALLED := $(VENV)/.installed
 

@@ -21,7 +21,6 @@ def pytest_configure() -> None:
     signal.signal(signal.SIGINT, signal.default_int_handler)
 
 
-@pytest.hookimpl(tryfirst=True)  # before pytest-xdist reads the groups
 def pytest_collection_modifyitems(items: list[pytest.Item]) -> None:
     """Mark what needs a node, and skip it, with the reason, where there can be none."""
     properties.search(item.function for item in items if isinstance(item, pytest.Function))
@@ -29,8 +28,6 @@ def pytest_collection_modifyitems(items: list[pytest.Item]) -> None:
     for item in items:
         if NODE_FIXTURES & set(getattr(item, "fixturenames", ())) or item.get_closest_marker("node"):
             item.add_marker(pytest.mark.node)
-            # one process runs them all: LXC can fail to make a container's cgroup while another is being made
-            item.add_marker(pytest.mark.xdist_group("node"))
             needing.append(item)
     reason = unavailable() if needing else None
     if reason:

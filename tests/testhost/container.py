@@ -9,6 +9,8 @@ from collections.abc import Sequence
 from pathlib import Path
 from typing import TYPE_CHECKING
 
+from tests.testhost import cgroups
+
 if TYPE_CHECKING:
     from tests.testhost.node import Node
 
@@ -128,11 +130,18 @@ class Container:
 
     def start(self) -> None:
         """Boot it and wait until systemd says it is up."""
-        log = f"{self.node.lxcpath}/{self.vmid}/log"
-        started = self._lxc("lxc-start", "--logfile", log, "--logpriority", "ERROR", check=False)
+        log = self.node.root / f"{self.node.lxcpath}/{self.vmid}/log".lstrip("/")
+        options = ("--logfile", f"{self.node.lxcpath}/{self.vmid}/log", "--logpriority", "ERROR")
+        started = self._lxc("lxc-start", *options, check=False)
+        if started.returncode and "Failed to create container cgroup" in log.read_text():
+            # what was being attached just as it ended last time kept LXC from removing its cgroup
+            for top in cgroups.of_lab(self.node.token):
+                cgroups.remove(top / f"{self.node.name}-{self.vmid}" / "payload", time.monotonic() + 10)
+            started = self._lxc("lxc-start", *options, check=False)
         if started.returncode:
-            said = (self.node.root / log.lstrip("/")).read_text()
-            raise RuntimeError(f"container {self.vmid} did not start:\n{started.stderr.decode()}{said}")
+            raise RuntimeError(
+                f"container {self.vmid} did not start:\n{started.stderr.decode()}{log.read_text()}"
+            )
         self.wait_booted()
 
     def stop(self) -> None:

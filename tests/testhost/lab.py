@@ -15,10 +15,10 @@ import time
 from collections.abc import Iterator
 from pathlib import Path
 
+from tests.testhost import cgroups
 from tests.testhost.node import Node
 
 BASE = Path(tempfile.gettempdir()) / "dflashctl-testhost"
-CGROUPS = Path("/sys/fs/cgroup")
 TOOLS = (
     "lxc-start",
     "lxc-attach",
@@ -50,7 +50,7 @@ def unavailable() -> str | None:
     )
     if trial.returncode != 0:
         return f"test nodes need namespaces: {trial.stderr.decode(errors='replace').strip()}"
-    probe = _cgroup_roots()[0] / f"dflashctl-testhost-probe-{os.getpid()}"
+    probe = cgroups.roots()[0] / f"dflashctl-testhost-probe-{os.getpid()}"
     try:
         probe.mkdir()
         probe.rmdir()
@@ -88,7 +88,7 @@ class Lab:
         return node
 
     def close(self) -> None:
-        _thaw(self.token)
+        cgroups.thaw(self.token)
         for node in self.nodes.values():
             node.stop()
         self.nodes.clear()
@@ -154,7 +154,7 @@ def clean_stale() -> list[Path]:
 
 def leftovers(token: str) -> list[str]:
     """What of lab `token` is still there: processes, mounts, cgroups, files. Empty after `close()`."""
-    found = [f"cgroup {path}" for path in _cgroups(token)]
+    found = [f"cgroup {path}" for path in cgroups.of_lab(token)]
     found += [f"folder {BASE / token}"] if (BASE / token).exists() else []
     mounts = Path("/proc/self/mountinfo").read_text().splitlines()
     found += [f"mount {line.split()[4]}" for line in mounts if token in line]
@@ -174,53 +174,13 @@ def remove(folder: Path) -> None:
     ]
     for entry in entries:
         os.kill(entry["pid"], signal.SIGKILL)
-    _thaw(folder.name)
+    cgroups.thaw(folder.name)
     deadline = time.monotonic() + 10
     while any(start_ticks(e["pid"]) == e["start"] for e in entries) and time.monotonic() < deadline:
         time.sleep(0.01)
-    for top in _cgroups(folder.name):
-        _remove_cgroup(top, deadline)
+    for top in cgroups.of_lab(folder.name):
+        cgroups.remove(top, deadline)
     shutil.rmtree(folder)
-
-
-def _thaw(token: str) -> None:
-    """Frozen processes do not die before they are thawed."""
-    for top in _cgroups(token):
-        for name, word in (("freezer.state", "THAWED"), ("cgroup.freeze", "0")):
-            for file in top.rglob(name):
-                file.write_text(word)
-
-
-def _remove_cgroup(top: Path, deadline: float) -> None:
-    for path, _, _ in os.walk(top, topdown=False):
-        while True:
-            try:
-                os.rmdir(path)
-                break
-            except FileNotFoundError:
-                break
-            except OSError:  # busy: the kernel has not yet reaped the last process
-                if time.monotonic() > deadline:
-                    raise
-                time.sleep(0.01)
-
-
-def _cgroups(token: str) -> list[Path]:
-    """The lab's own cgroups. LXC makes them below the cgroup of whoever started it, so they may be anywhere."""
-    found = []
-    for root in _cgroup_roots():
-        for path, folders, _ in os.walk(root):
-            if f"dflashctl-testhost-{token}" in folders:
-                found.append(Path(path, f"dflashctl-testhost-{token}"))
-                folders.clear()
-    return found
-
-
-def _cgroup_roots() -> list[Path]:
-    """Where cgroups are made: the mount itself under cgroup v2, one folder a controller under v1."""
-    if (CGROUPS / "cgroup.controllers").exists():
-        return [CGROUPS]
-    return sorted(path for path in CGROUPS.glob("*") if (path / "cgroup.procs").exists())
 
 
 @contextlib.contextmanager

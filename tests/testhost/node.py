@@ -230,18 +230,21 @@ class Node:
 
     def set_startup_delay(self, seconds: float) -> None:
         """Make every `pct` call burn that much CPU first, as the real one does (0.62 s); 0 turns it off."""
-        self._set_delay("etc/pve-startup-delay", seconds)
-
-    def set_stop_delay(self, seconds: float) -> None:
-        """Make a container take that long between its last process and `stopped`; on a real node about 1 s."""
-        self._set_delay("etc/pve-stop-delay", seconds)
-
-    def _set_delay(self, name: str, seconds: float) -> None:
-        file = self.root / name
+        file = self.root / "etc/pve-startup-delay"
         if seconds:
             file.write_text(f"{seconds}\n")
         else:
             file.unlink(missing_ok=True)
+
+    @contextlib.contextmanager
+    def stopping(self) -> Iterator[None]:
+        """Inside, a container that stops stays between its last process and `stopped`: about 1 s on a real node."""
+        file = self.root / "etc/pve-stopping"
+        file.touch()
+        try:
+            yield
+        finally:
+            file.unlink()
 
     # -- faults ------------------------------------------------------------------------------------
 

@@ -21,7 +21,7 @@ MS_BIND, MS_REC, MS_PRIVATE = 4096, 16384, 1 << 18
 
 # what runs after a container's last process, before LXC forgets it: on a real node it takes about a second
 POST_STOP = """#!/bin/sh
-[ ! -e /etc/pve-stop-delay ] || sleep "$(cat /etc/pve-stop-delay)"
+while [ -e /etc/pve-stopping ]; do sleep 0.05; done
 """
 
 libc = ctypes.CDLL(None, use_errno=True)
