@@ -1,7 +1,7 @@
 """Everything that is to be shown on a GPU before a release, within a given time: tests, speed, memory, start-up.
 
     python benchmarks/gpu_report.py --output report                                  # half an hour on one H200
-    python benchmarks/gpu_report.py --output report --limit 560 --only tests,step-8B,step-0.6B
+    python benchmarks/gpu_report.py --output report --limit 560 --only tests,step
     python benchmarks/gpu_report.py --list
 
 First the tests run beside each other, together with what fills the cache of compiled code for the figures; then the figures
@@ -52,18 +52,22 @@ class Part:
 
 
 def chosen(parts: list[Part], only: list[str], skip: list[str]) -> list[Part]:
-    """Those asked for, in their order. Raises ValueError for a name that is none."""
-    names = [part.task.name for part in parts]
+    """Those asked for, in their order; `tests` is every part whose name begins with tests-. Raises ValueError for a name that
+    is none."""
+
+    def named(part: Part, names: list[str]) -> bool:
+        return any(f"{part.task.name}-".startswith(f"{name}-") for name in names)
+
     for name in (*only, *skip):
-        if name not in names:
-            raise ValueError(f"no part `{name}`; there are {', '.join(names)}")
-    return [p for p in parts if (not only or p.task.name in only) and p.task.name not in skip]
+        if not any(named(part, [name]) for part in parts):
+            raise ValueError(f"no part `{name}`; there are {', '.join(part.task.name for part in parts)}")
+    return [part for part in parts if (not only or named(part, only)) and not named(part, skip)]
 
 
 def together(parts: list[Part]) -> list[Task]:
-    """What runs beside each other at first: tests and the like, then what fills caches, each once."""
-    tests = [part.task for part in parts if part.beside]
-    return list(dict.fromkeys((*tests, *(task for part in parts for task in part.before))))
+    """What runs beside each other at first, each once: tests and the like, and what fills caches."""
+    tasks = [task for part in parts for task in (*([part.task] if part.beside else []), *part.before)]
+    return list(dict.fromkeys(tasks))
 
 
 def summary(parts: list[Part], outcomes: dict[Task, Outcome], output: Path, seconds: float) -> str:
@@ -140,8 +144,7 @@ def run(
     return runner.outcomes
 
 
-PEERS = "automodel,specforge-liger"
-SLOW = ("test_train_graphs.py", "test_memory.py", "runtime/test_graphs_stress.py")
+SLOW = ("test_train_graphs.py", "test_room.py", "runtime/test_graphs_stress.py")
 """Tests that compile whole runs, each file beside the others."""
 PYTEST = ("-m", "pytest", "-m", "gpu", "-q", "-rfEs", "-s", "-p", "no:cacheprovider", "-p", "no:logging")
 JSON = ("--json", "{output}/{name}.json")
@@ -151,7 +154,7 @@ def tests() -> list[Part]:
     """All that are marked `gpu`."""
     ignored = [f"--ignore=tests/trainer/{name}" for name in SLOW]
     words = (*PYTEST, "--durations=8", "tests/trainer", "tests/diagnose/test_gpu_failures.py", *ignored)
-    found = [Part(Task("tests", words, 300, gib=10), beside=True, show=1800)]
+    found = [Part(Task("tests-short", words, 300, gib=10), beside=True, show=1800)]
     for name in SLOW:
         short = Path(name).stem.removeprefix("test_").replace("_", "-")
         task = Task(
@@ -161,40 +164,50 @@ def tests() -> list[Part]:
     return found
 
 
-def step(shape: str, batches: str, gib: float, peers_gib: float) -> Part:
+def step(shape: str, batches: str, peers: str, gib: float, peers_gib: float) -> Part:
     """The standard table of a shape, beside other trainers."""
     words = ("benchmarks/train_step.py", "--shape", shape, "--batch", batches)
     few = ("--steps", "1", "--seconds", "1")
-    own = Task(f"warm-{shape}", (*words, "--variants", "compiled,fp8", *few), 240, gib)
-    peers = (*words, "--variants", "eager", "--peers", PEERS, *few)
-    timed = ("--variants", "graphs,fp8", "--peers", PEERS, "--steps", "20", "--seconds", "4", "--profile")
-    return Part(
-        Task(f"step-{shape}", (*words, *timed, *JSON), 200),
-        before=(own, Task(f"warm-{shape}-peers", peers, 240, peers_gib)),
-        show=2200,
+    own = Task(f"warm-{shape}", (*words, "--variants", "compiled,fp8,fp8-head", *few), 240, gib)
+    others = Task(
+        f"warm-{shape}-peers", (*words, "--variants", "eager", "--peers", peers, *few), 240, peers_gib
     )
+    variants = ("--variants", "graphs,fp8,fp8-head", "--peers", peers)
+    timed = ("--steps", "20", "--seconds", "4", "--profile", *JSON)
+    task = Task(f"step-{shape}", (*words, *variants, *timed), 240)
+    return Part(task, (own, others) if peers else (own,), show=2400)
 
 
-def on_gpu() -> list[Part]:
-    """The most important first."""
-    large, small = step("8B", "1,2", 53, 52), step("0.6B", "4,8", 23, 74)
+def on_gpu(count: int, peers: str) -> list[Part]:
+    """The most important first, on so many GPUs."""
+    large, small = step("8B", "1,2", peers, 53, 52), step("0.6B", "4,8", peers, 23, 74)
     start = ("benchmarks/cold_start.py", "--shape", "8B", "--graphs", "--folder", "{scratch}/start")
     fill = Task("fill-8B", (*start, "--runs", "cold"), 280, 48)
     plan = ("-m", "trainer", "plan", "--config", "{scratch}/start/train.toml", "--batch", "1,2", *JSON)
-    mixes = ("benchmarks/dataset.py", "--waste", "--timed", "0.6B", "--rows", "8", *JSON)
-    fp8 = ("benchmarks/effect.py", "runtime.fp8_target=true", *JSON)
-    return [
+    mixes = ("benchmarks/dataset.py", "--waste", "--timed", "0.6B", "--buckets", "6", *JSON)
+    effect = ("benchmarks/effect.py", "runtime.fp8_target=true", "--jobs", "3")
+    parts = [
         *tests(),
         large,
         small,
         Part(Task("start-warm", (*start, "--runs", "warm", "--steps", "30", *JSON), 120), (fill,), show=600),
         Part(Task("sizes", ("benchmarks/sizes.py", "--seconds", "480", *JSON), 500), show=3200),
-        Part(Task("host", ("benchmarks/host_cost.py", *JSON), 300), show=2000),
-        Part(Task("mixes", mixes, 240), show=1500),
-        Part(Task("fp8", fp8, 280, 8), beside=True, show=800),
+        Part(Task("host", ("benchmarks/host_cost.py", "--seconds", "0.5", *JSON), 300), show=2000),
+        Part(Task("mixes", mixes, 260), show=1500),
+        Part(Task("fp8", (*effect, *JSON), 280, 8), beside=True, show=700),
+        Part(Task("fp8-head", (*effect, "runtime.fp8_head=true", *JSON), 280, 8), beside=True, show=700),
         Part(Task("start-cold", (*start, "--runs", "cold", *JSON), 200), show=600),
         Part(Task("plan", plan, 150), (fill, large.before[0]), show=900),
     ]
+    both = ("--targets", "cuda:0,cuda:1", "--drafters", "cuda:0,cuda:1")
+    placements = {"colocated": ("--topology", "colocated")}
+    if count > 1:
+        placements["split-on-2"] = ("--targets", "cuda:0", "--drafters", "cuda:1")
+        placements["colocated-on-2"] = (*both, "--topology", "colocated")
+    for name, words in placements.items():
+        task = Task(name, (*start, "--runs", "warm", "--steps", "30", *words, *JSON), 150)
+        parts.append(Part(task, (fill,), show=500))
+    return parts
 
 
 def on_cpu() -> list[Part]:
@@ -249,13 +262,13 @@ def on_cpu() -> list[Part]:
     ]
 
 
-def memory() -> float | None:
-    """GiB of the first GPU; None where there is none."""
+def gpus() -> list[float]:
+    """GiB of each GPU."""
     command = ["nvidia-smi", "--query-gpu=memory.total", "--format=csv,noheader,nounits"]
     with contextlib.suppress(OSError, subprocess.CalledProcessError, ValueError):
         done = subprocess.run(command, capture_output=True, text=True, check=True)
-        return int(done.stdout.split()[0]) / 1024
-    return None
+        return [int(line) / 1024 for line in done.stdout.splitlines()]
+    return []
 
 
 def show(parts: list[Part]) -> None:
@@ -271,7 +284,7 @@ def show(parts: list[Part]) -> None:
 
 
 def main() -> int:
-    gib = memory()
+    there = gpus()
     parser = argparse.ArgumentParser(
         description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter
     )
@@ -282,16 +295,19 @@ def main() -> int:
     parser.add_argument("--only", type=_words, default=[], metavar="A,B", help="these parts")
     parser.add_argument("--skip", type=_words, default=[], metavar="A,B", help="all but these")
     parser.add_argument(
+        "--peers", default="automodel,specforge-liger", metavar="A,B", help="beside the steps"
+    )
+    parser.add_argument(
         "--limit", type=at_least(1.0), default=1800.0, metavar="S", help="seconds (default: 1800)"
     )
-    parser.add_argument("--jobs", type=at_least(1), default=8 if gib else 1, help="at once at first")
+    parser.add_argument("--jobs", type=at_least(1), default=8 if there else 1, help="at once at first")
     parser.add_argument("--list", action="store_true", help="show the parts, and what runs together at first")
     parser.add_argument(
-        "--tiny", action="store_true", default=gib is None, help="on the CPU, tiny: do the scripts run?"
+        "--tiny", action="store_true", default=not there, help="on the CPU, tiny: do the scripts run?"
     )
     args = parser.parse_args()
     try:
-        parts = chosen(on_cpu() if args.tiny else on_gpu(), args.only, args.skip)
+        parts = chosen(on_cpu() if args.tiny else on_gpu(len(there), args.peers), args.only, args.skip)
     except ValueError as error:
         parser.error(str(error))
     if args.list:
@@ -305,7 +321,7 @@ def main() -> int:
     os.environ.update(environment)
     with tempfile.TemporaryDirectory() as temporary:
         names = {"output": args.output.absolute(), "scratch": (args.scratch or Path(temporary)).absolute()}
-        outcomes = run(parts, names, args.limit, args.jobs, 0.93 * (gib or 0.0))
+        outcomes = run(parts, names, args.limit, args.jobs, 0.93 * min(there, default=0.0))
     return int(any(outcome.state != "ok" for outcome in outcomes.values()))
 
 

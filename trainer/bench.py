@@ -17,6 +17,7 @@ import platform
 import statistics
 import sys
 import time
+import traceback
 from collections.abc import Callable, Mapping
 from dataclasses import asdict
 from pathlib import Path
@@ -211,7 +212,8 @@ def add_arguments(parser: argparse.ArgumentParser) -> None:
 
 
 def run(args: argparse.Namespace, more: More | None = None) -> int:
-    """Measure, print a table. Returns 0; raises ConfigError for a device or a variant that is not there.
+    """Measure, print a table. Returns 0, or 1 where a variant of ours failed otherwise than for want of memory; raises
+    ConfigError for a device or a variant that is not there.
 
     `more` is measured after all variants: another trainer's import may change settings of the whole process.
     """
@@ -262,7 +264,7 @@ def _run(args: argparse.Namespace, more: More) -> int:
                 if args.profile and "error" not in result:
                     result["kernels"] = _kernels(bench)
                     _write(args.json, report)
-    return 0
+    return int(any("fault" in result for result in report["results"]))
 
 
 def _write(path: Path | None, report: dict[str, Any]) -> None:
@@ -272,12 +274,13 @@ def _write(path: Path | None, report: dict[str, Any]) -> None:
 
 def _result(bench: Bench, variant: str, args: argparse.Namespace, limit: float, more: More) -> dict[str, Any]:
     result: dict[str, Any] = {"variant": variant, "batch": bench.work.batch}
-    # what others' code raises is theirs: it is told, and the rest is measured
-    told = Exception if variant in more else torch.cuda.OutOfMemoryError
     try:
         result["warm_up_s"] = round(prepare(bench, variant, more), 1)
         result |= measure(bench, args.steps, args.seconds)
-    except told as error:
+    except Exception as error:  # it is told, and the rest is measured
+        if variant in VARIANTS and not isinstance(error, torch.cuda.OutOfMemoryError):
+            result["fault"] = "".join(traceback.format_exception(error))
+            print(result["fault"], file=sys.stderr)
         return result | {"error": summary(error)}
     if variant in VARIANTS and variant != "plain":
         result["predicted_gib"] = round(predicted(bench.work, variant, bench.device.cuda) / 2**30, 1)

@@ -109,9 +109,9 @@ def test_tests_and_warm_ups_come_first_and_the_figures_one_by_one(tmp_path: Path
 
     fill = note("fill")
     parts = [Part(note("a"), (fill,)), Part(note("b"), (fill,)), Part(note("tests"), beside=True)]
-    assert run(parts, tmp_path, jobs=1) == dict.fromkeys(("tests", "fill", "a", "b"), "ok")
+    assert run(parts, tmp_path, jobs=1) == dict.fromkeys(("fill", "tests", "a", "b"), "ok")
     assert (tmp_path / "order").read_text().split() == [
-        word for name in ("tests", "fill", "a", "b") for word in (name, f"{name}!")
+        word for name in ("fill", "tests", "a", "b") for word in (name, f"{name}!")
     ]
 
 
@@ -166,15 +166,24 @@ def test_the_summary_fits_and_has_the_important_parts_whole(tmp_path: Path) -> N
 
 
 def test_parts_are_chosen_by_name_in_their_order() -> None:
-    parts = gpu_report.on_gpu()
-    names = [part.task.name for part in gpu_report.chosen(parts, ["sizes", "step-8B"], [])]
-    assert names == ["step-8B", "sizes"]
-    assert "host" not in [part.task.name for part in gpu_report.chosen(parts, [], ["host"])]
-    with pytest.raises(ValueError, match="no part `size`; there are tests, "):
+    parts = gpu_report.on_gpu(1, "")
+
+    def names(only: list[str], skip: list[str]) -> list[str]:
+        return [part.task.name for part in gpu_report.chosen(parts, only, skip)]
+
+    assert names(["sizes", "step"], []) == ["step-8B", "step-0.6B", "sizes"]
+    assert names(["sizes", "step"], ["step-8B"]) == ["step-0.6B", "sizes"]
+    assert len(names(["tests"], [])) == 4
+    assert set(names([], ["tests"])) == set(names([], [])) - set(names(["tests"], []))
+    with pytest.raises(ValueError, match="no part `size`; there are tests-short, "):
         gpu_report.chosen(parts, ["size"], [])
+    before = [task.name for task in gpu_report.together(gpu_report.chosen(parts, ["start", "step"], []))]
+    assert before == ["warm-8B", "warm-0.6B", "fill-8B"]
 
 
-@pytest.mark.parametrize("parts", [gpu_report.on_gpu(), gpu_report.on_cpu()], ids=["gpu", "cpu"])
+@pytest.mark.parametrize(
+    "parts", [gpu_report.on_gpu(2, "automodel"), gpu_report.on_cpu()], ids=["gpu", "cpu"]
+)
 def test_commands_name_scripts_that_exist_and_names_are_told_apart(parts: list[Part]) -> None:
     every = {*gpu_report.together(parts), *(part.task for part in parts)}
     assert len({task.name for task in every}) == len(every)
@@ -183,13 +192,16 @@ def test_commands_name_scripts_that_exist_and_names_are_told_apart(parts: list[P
         [word.format(name="n", output="o", scratch="s") for word in task.argv]
 
 
-def test_every_test_for_a_gpu_is_run() -> None:
-    marked = [path for path in (ROOT / "tests").rglob("test_*.py") if "mark.gpu" in path.read_text()]
+def test_every_test_for_a_gpu_is_run_once_and_no_file_without_one() -> None:
+    marked = {
+        str(path.relative_to(ROOT))
+        for path in (ROOT / "tests").rglob("test_*.py")
+        if "mark.gpu" in path.read_text() and path != Path(__file__)
+    }
     assert len(marked) > 10
     words = [part.task.argv for part in gpu_report.tests()]
-    for path in marked:
-        if path == Path(__file__):
-            continue
-        name = str(path.relative_to(ROOT))
+    for name in marked:
         told = [argv for argv in words if any(name == word or name.startswith(f"{word}/") for word in argv)]
         assert len([argv for argv in told if f"--ignore={name}" not in argv]) == 1, name
+    files = {word.removeprefix("--ignore=") for argv in words for word in argv if word.endswith(".py")}
+    assert files <= marked

@@ -125,6 +125,28 @@ def test_others_come_last_and_what_they_raise_is_told(
     assert "ImportError: no module named liger" in capsys.readouterr().out
 
 
+@pytest.mark.parametrize(
+    ("error", "code"), [(ValueError("no\nsecond line"), 1), (torch.cuda.OutOfMemoryError("full"), 0)]
+)
+def test_a_variant_that_fails_costs_its_own_line(
+    error: Exception, code: int, monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
+) -> None:
+    step = bench.Bench.step
+
+    def failing(made: bench.Bench, variant: str) -> Phases:
+        if variant == "plain":
+            raise error
+        return step(made, variant)
+
+    monkeypatch.setattr(bench.Bench, "step", failing)
+    size = ["--sequence", "64", "--anchors", "6", "--block", "4", "--layers", "1", "--steps", "1"]
+    assert main(["bench", *size]) == code
+    told = capsys.readouterr()
+    assert f"plain           batch 1   {type(error).__name__}: {error}".splitlines()[0] in told.out
+    assert "eager           batch 1   " in told.out
+    assert ("Traceback" in told.err) == bool(code)
+
+
 def test_sigusr2_shows_where_it_stands(
     monkeypatch: pytest.MonkeyPatch, capfd: pytest.CaptureFixture[str]
 ) -> None:
