@@ -21,7 +21,7 @@ _RANK = re.compile(
 _PREFIX = re.compile(
     r"^(?:"
     r"\((?P<ray>[\w.:-]+ (?:pid=\d+|rank=\d+)[^)]{0,80}\)) "  # ray
-    r"|(?P<mpi>\[\d+,\d+\]<std(?:out|err)>:)"  # mpirun --tag-output
+    r"|(?P<mpi>\[\d+(?:,\d+)?\]<std(?:out|err)>:)"  # mpirun --tag-output, horovodrun
     r"|\s{0,6}(?P<label>\d{1,6}): (?=\S|\s{2,}\S)"  # srun --label
     r"|(?P<compose>[\w.-]{1,60}-\d+)\s+\| "  # docker compose
     r"|[A-Z][a-z]{2} [ \d]\d \d\d:\d\d:\d\d(?:\.\d+)? [\w.-]{1,64} (?P<journal>[\w./@-]{1,40}(?:\[\d+\])?): "  # syslog
@@ -48,6 +48,7 @@ _PROGRESS = Gated(
     \b(?:global[_ ]?step|step|iter(?:ation)?|micro_step|update)s?\b [\s"'=:\[#|]{0,40} \d
     | \bepoch\b [\s"'=:\[#|]{0,20} \d .{0,200}? (?:\bloss|\bce\b|batch|\d/\d)
     | \[\d{1,12}/\d{1,12}\]
+    | \bbatch=\d{1,12}/\d{1,12}\]
     | ["']?\b(?:train_|lm[_ ]|total_)?loss["']?\s*[:=|]?\s*["']?(?:[-+]?\.?\d|[-+]?nan\b|[-+]?inf)
     | (?<![\d.])\d[\d.]{0,15}[kMG]?/\d[\d.]{0,15}[kMG]?\s*\[[\d:]{1,12}<
     """

@@ -256,8 +256,11 @@ class Scanner:
     def _after(self, block: Traceback, line: Line) -> bool:
         """Lines after an exception: its further text, a link to the next of the chain, or the end."""
         text = line.text
-        if CHAIN.match(text.strip(" |")):
+        link = CHAIN.match(text.strip(" |"))
+        if link:
             block.linked, block.tail = True, 12
+            for error in block.chain[-1:]:
+                error.handled = link[0].startswith("During")
             return True
         block.tail -= 1
         if not text.strip():
@@ -324,6 +327,7 @@ class Scanner:
             return
         if self._report(line, text):
             return
+        text = _unframed(text)
         if ln.is_compile(text) and line.level not in ("W", "E", "F"):
             self.compile_line = (line.number, text)
         if "torch" in text and not self.torch:
@@ -466,6 +470,11 @@ def opens_something(line: Line) -> bool:
         or (_ANOMALY.search(text) and line.level not in ("D", "I", "W"))
         or (exception_type(text) and line.level not in ("D", "I", "W"))
     )
+
+
+def _unframed(text: str) -> str:
+    """What stands in a line of a box that a terminal library drew around its message."""
+    return text.strip("│┃ ") if text[:1] in "│┃" and text.rstrip()[-1:] in "│┃" else text
 
 
 def _says_survived(text: str) -> bool:

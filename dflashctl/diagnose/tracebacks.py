@@ -20,6 +20,8 @@ _ANY = re.compile(r"^[A-Za-z_][\w.]*(?:: .*|:)?$")
 CHAIN = re.compile(
     r"^(?:The above exception was the direct cause of|During handling of the above exception, another)"
 )
+SIGNS = ("KeyError", "StopIteration", "Empty")
+"""Exceptions that tell a program where to go on: what happens while one is handled is another matter."""
 _GROUP = re.compile(r"^\+-\+?-{4,} ?(?:\d+|\.\.\.) ?-{4,}|^\+-{10,}")
 _RAISED_ELSEWHERE = re.compile(
     r"^\S+: (?:Caught \w+ in (?:DataLoader worker process|replica|pin memory thread|worker)|\s*$)"
@@ -98,6 +100,8 @@ class Error:
     type: str
     frames: list[tuple[int, str]] = field(default_factory=list)
     top_level: bool = False
+    handled: bool = False
+    """Whether it was being handled, not passed on, when the next one came."""
 
 
 class Traceback:
@@ -209,6 +213,8 @@ class Traceback:
             rank = (2 if echo or (plain and finding.role == "cascade") else 1) if plain or echo else 0
             if finding.role == "cascade" and not plain:
                 rank = 3
+            elif plain and error.handled and error.type in SIGNS:
+                rank = 2
             ranked.append((rank, order, finding))
         winner = min(ranked, key=lambda item: item[:2])[2]
         winner = next((f for f, over in wrappers if winner.cls in over and winner.line < f.line), winner)
