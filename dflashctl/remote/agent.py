@@ -6,6 +6,7 @@ the reader. Standard library only, Python >= 3.9. Started by the bootstrap in se
 
 import base64
 import contextlib
+import errno
 import json
 import os
 import platform
@@ -145,7 +146,9 @@ class Agent:
             frame = {"error": {"code": refusal.code, "message": refusal.message, "hint": refusal.hint}}
         except OSError as error:
             path = f" ({error.filename})" if error.filename else ""
-            frame = {"error": {"code": "os_error", "message": f"{error.strerror or error}{path}", "hint": ""}}
+            hint = "free some space there" if error.errno in (errno.ENOSPC, errno.EDQUOT) else ""
+            message = f"{error.strerror or error}{path}"
+            frame = {"error": {"code": "os_error", "message": message, "hint": hint}}
         payload.drain()
         self.send({"id": request["id"], **frame})
 

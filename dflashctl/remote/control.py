@@ -226,7 +226,7 @@ def stop(run_dir, grace, pause):
     if standing == "starting":
         state = await_takeover(run_dir)  # a supervisor that has read its record would not see this stop
     request = {"requested": time.time(), "grace": grace}
-    supervisor.write_json(os.path.join(run_dir, "stop.json"), request)
+    leave_request(run_dir, request)
     deadline = time.monotonic() + grace + supervisor.STRAY_WAIT
     _, guarded = probe.living(state)
     if guarded:
@@ -238,6 +238,19 @@ def stop(run_dir, grace, pause):
         state = end_unsupervised(run_dir, state, request, pause)
     verify_gone(state, pause)
     return {"state": state, "was_running": True, "killed": bool(state["killed_after_grace"]), "lost": False}
+
+
+def leave_request(run_dir, request):
+    """Say in stop.json that this stop was asked for. A full disk keeps no run from being stopped: then it takes the reserve,
+    and without that the stop is carried out all the same, and recorded as one from outside.
+    """
+    for last in (False, True):
+        try:
+            return supervisor.write_json(os.path.join(run_dir, "stop.json"), request)
+        except OSError:
+            if not last:
+                with contextlib.suppress(OSError):
+                    os.unlink(os.path.join(run_dir, ".reserve"))
 
 
 def end_unsupervised(run_dir, state, request, pause):

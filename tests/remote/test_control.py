@@ -110,6 +110,26 @@ def test_stop_kills_what_will_not_end(runner: Runner, session: Session) -> None:
     assert (answer["was_running"], answer["killed"], answer["state"]["signal"]) == (True, True, "SIGKILL")
 
 
+@pytest.mark.skipif(os.geteuid() != 0, reason="mounting a small disk needs root")
+def test_a_full_disk_keeps_no_run_from_being_stopped(runner: Runner) -> None:
+    runner.workspace.mkdir()
+    disk = str(runner.workspace)
+    subprocess.run(["mount", "-t", "tmpfs", "-o", "size=256k", "tmpfs", disk], check=True)
+    try:
+        with runner.session() as session:
+            runner.start(session, "a", SLEEP)
+            said_ready(runner, "a")
+            with pytest.raises(OSError, match="No space"), open(f"{disk}/fill", "wb", buffering=0) as file:
+                while True:
+                    file.write(b"x" * 4096)
+            answer = session.call("stop", run_id="a", grace=5)
+        assert (answer["was_running"], answer["state"]["signal"]) == (True, "SIGTERM")
+        assert runner.state("a")["stopped_by"] == supervisor.ASKED
+    finally:
+        runner.close()
+        subprocess.run(["umount", disk], check=True)
+
+
 @pytest.mark.parametrize("script", [SLEEP, STUBBORN])
 def test_stop_without_a_supervisor(runner: Runner, session: Session, script: str) -> None:
     """kill -9 of the supervisor: the trainer goes on, is still seen, and can be stopped."""
