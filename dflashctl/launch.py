@@ -15,11 +15,14 @@ from dflashctl.config import Host, PctHost
 from dflashctl.errors import ConfigError, ConnectionLostError, DflashError, PreflightError
 from dflashctl.preflight import judge, preflight
 from dflashctl.profile import Profile
-from dflashctl.snapshot import Snapshot
+from dflashctl.snapshot import Snapshot, whole
 from dflashctl.stop import GRACE
 
 if TYPE_CHECKING:
     from dflashctl.remote.session import Session
+
+STARTING = "starting"
+"""What `launch` tells just before a run may exist."""
 
 
 @dataclass(frozen=True)
@@ -89,10 +92,12 @@ def launch(
             "CUDA_VISIBLE_DEVICES can't be set for a run",
             hint="name the GPUs instead: [devices] in the training config, or `devices` of the host in hosts.toml",
         )
-    resume_dir = _resumed(session, resume) if resume else None
+    resume_dir, saved = _resumed(session, resume) if resume else (None, None)
     tell("checking")
     facts = preflight(session, host, profile, release, variables)
     notes = judge(facts, profile, host, session.transport.label, force=force)
+    if saved is not None:
+        notes = [f"goes on from step {saved:,} of {resume}", *notes]
     plan = Plan(session, host, profile, release, variables, resume_dir, grace, force)
     run_id, state, deployed = None, {}, False
     first = name or next(runs.candidates(profile.stem, time.time()))
@@ -101,7 +106,7 @@ def launch(
         if not facts["release_present"]:
             tell(f"sending the trainer ({release.size / 1e6:.1f} MB)")
             deployed = deploy.deploy(session, release)
-        tell("starting")
+        tell(STARTING)
         answer = plan.start(name)
         run_id, path, state = answer["run_id"], answer["path"], answer["state"]
         if answer["note"]:
@@ -121,14 +126,17 @@ def launch(
     )
 
 
-def _resumed(session: Session, run_id: str) -> str:
-    """The folder of the run to go on from. Raises NotFoundError, and PreflightError where it saved nothing."""
+def _resumed(session: Session, run_id: str) -> tuple[str, int | None]:
+    """The folder of the run to go on from, and the step of its last checkpoint where its events can be read. Raises
+    NotFoundError, and PreflightError where it saved nothing.
+    """
     found = Snapshot.parse(session.call("snapshot", run_id=run_id, log_lines=0, want_gpu=False))
-    if not found.events.unread and not found.events.newest("checkpoint"):
+    saved = found.events.newest("checkpoint")
+    if not found.events.unread and not saved:
         raise PreflightError(
             f"{run_id} saved no checkpoint: there is nothing to go on from", hint="launch without --resume"
         )
-    return str(session.call("config", run_id=run_id)["path"])
+    return str(session.call("config", run_id=run_id)["path"]), whole(saved.get("step"))
 
 
 @dataclass(frozen=True)

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import json
+import math
 import re
 from collections.abc import Mapping
 from dataclasses import dataclass
@@ -16,6 +17,9 @@ from trainer import config as trainer_config
 
 PATHS = (("target", "model"), ("data", "path"), ("evaluate", "prompts"))
 """Settings that name files."""
+
+BUNDLED_FILES = "bundled:tiny/target, bundled:tiny/train.jsonl and bundled:tiny/heldout.jsonl"
+"""What these settings may name of the release."""
 
 
 @dataclass(frozen=True)
@@ -65,9 +69,8 @@ def load_profile(path: Path | None, host: Host, *, text: str | None = None, orig
     file = path or bundled_profile()
     origin = origin or str(file if path else "bundled:tiny/train.toml")
     try:
-        raw = tomlfile.Source(file.read_text("utf-8") if text is None else text, Path(origin)).parse(
-            "README.md"
-        )
+        source = tomlfile.Source(file.read_text("utf-8") if text is None else text, Path(origin))
+        raw = source.parse("README.md")
     except FileNotFoundError:
         hint = "check --config; README.md shows a whole one"
         raise ConfigError("no such training config", where=str(file), hint=hint) from None
@@ -82,20 +85,36 @@ def load_profile(path: Path | None, host: Host, *, text: str | None = None, orig
         merged = merge(raw, host, base)
         config = trainer_config.parse(merged, origin)
     except trainer_config.ConfigError as error:
-        raise ConfigError(str(error), hint="every setting is described in trainer/config.py") from error
+        message = str(error).removeprefix(f"{origin}: ")
+        key = tuple(error.key.partition("[")[0].split("."))
+        raise source.error(key, message, "every setting is described in trainer/config.py") from error
     if not {*config.devices.targets, *config.devices.drafters}:
-        raise ConfigError(
-            f'{origin}: devices = "auto" does not say which GPUs the run may take',
-            hint="name them as devices.targets and devices.drafters of the host in hosts.toml, or in the config under "
+        raise source.error(
+            ("devices",),
+            'devices = "auto" does not say which GPUs the run may take',
+            "name them as devices.targets and devices.drafters of the host in hosts.toml, or in the config under "
             '[devices] with topology = "auto"',
         )
-    unknown = set(config.warmup) - set(host.warmup)
-    if unknown:
-        raise ConfigError(
-            f"{origin}: unknown phase `warmup.{min(unknown)}`",
-            hint=f"the phases are {', '.join(host.warmup)}",
-        )
+    _check(source, config, tuple(host.warmup))
     return Profile(stem, origin, to_toml(merged), config, {**host.warmup, **config.warmup})
+
+
+def _check(source: tomlfile.Source, config: trainer_config.Config, phases: tuple[str, ...]) -> None:
+    """What can be said here and now, before anything is sent or waited for. Raises ConfigError."""
+    for section, key in PATHS:
+        value, where = getattr(getattr(config, section), key), (section, key)
+        if not value and section != "evaluate":
+            raise source.error(where, f"`{section}.{key}` is empty", "name a file, or leave the key out")
+        if value.startswith(trainer_config.BUNDLED) and not trainer_config.resolve(value).exists():
+            raise source.error(where, f"`{section}.{key}`: there is no {value}", f"there are {BUNDLED_FILES}")
+    for phase, seconds in config.warmup.items():
+        if phase not in phases:
+            raise source.error(
+                ("warmup", phase), f"unknown phase `warmup.{phase}`", f"the phases are {', '.join(phases)}"
+            )
+        if not 0 < seconds < math.inf:
+            hint = "it is the number of seconds the phase may be silent"
+            raise source.error(("warmup", phase), f"`warmup.{phase}` must be above 0, and finite", hint)
 
 
 def merge(raw: Mapping[str, Any], host: Host, base: str) -> dict[str, Any]:

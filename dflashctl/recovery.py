@@ -39,7 +39,7 @@ def _launch(s: Snapshot) -> str:
         command += f" --resume {shlex.quote(resumed.rsplit('/', 1)[-1])}"
     elif config and not config.startswith("bundled:"):
         command += f" -c {shlex.quote(config)}"
-    return command + (f" -H {shlex.quote(host)}" if host and host != "local" else "")
+    return command + (f" -H {shlex.quote(host)}" if host else "")
 
 
 def mended(going_on: dict[str, Any], found: Diagnosis) -> dict[str, Any]:

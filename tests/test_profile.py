@@ -15,7 +15,8 @@ from hypothesis import strategies as st
 from dflashctl import hostsfile
 from dflashctl.config import Devices, Host, PctHost
 from dflashctl.errors import ConfigError
-from dflashctl.profile import load_profile, to_toml
+from dflashctl.profile import BUNDLED_FILES, load_profile, to_toml
+from trainer import config as trainer_config
 
 if sys.version_info >= (3, 11):
     import tomllib
@@ -96,23 +97,41 @@ def test_relative_paths(tmp_path: Path, local: Host, remote: PctHost) -> None:
 
 
 @pytest.mark.parametrize(
-    ("text", "message"),
+    ("text", "line", "message"),
     [
-        ("[train]\nstepz = 1\n", "unknown key `train.stepz`; did you mean `train.steps`?"),
-        ("[train]\nsteps = 'many'\n", '`train.steps` must be a whole number, not "many"'),
-        ("[data]\npath = 5\n", "`data.path` must be a string, not 5"),
-        ("train = 5\n", "`train` must be a table"),
-        ("devices = 5\n", '`devices` must be a table ([devices]) or "auto", not 5'),
-        ("[train\n", "not valid TOML: "),
-        ("[warmup]\ntargetz = 5\n", "unknown phase `warmup.targetz`"),
+        ("[train]\nsteps = 3\nstepz = 1\n", 3, "unknown key `train.stepz`; did you mean `train.steps`?"),
+        ("[train]\nsteps = 'many'\n", 2, '`train.steps` must be a whole number, not "many"'),
+        ("[data]\npath = 5\n", 2, "`data.path` must be a string, not 5"),
+        ("[train]\nsteps = 1\n[drafter]\nlayers = 0\n", 4, "`drafter.layers` must be at least 1, not 0"),
+        ("\n[drafter]\ntarget_layer_ids = [\n1, 'a']\n", 3, "`drafter.target_layer_ids[1]` must be"),
+        ("train = 5\n", 1, "`train` must be a table"),
+        ("\ndevices = 5\n", 2, '`devices` must be a table ([devices]) or "auto", not 5'),
+        ("[train\n", 1, "not valid TOML: "),
+        ("[warmup]\ntargetz = 5\n", 2, "unknown phase `warmup.targetz`"),
+        ("[warmup]\ntargets = 0\n", 2, "`warmup.targets` must be above 0"),
+        ("[warmup]\nstart = 5\ntargets = nan\n", 3, "`warmup.targets` must be above 0"),
+        ("[devices]\ntargets = ['cpu', 'cuda0']\n", 2, "`devices.targets[1]` must be cpu, "),
+        ("[devices]\n\ndrafters = ['gpu:1']\n", 3, "`devices.drafters[0]` must be cpu, "),
+        ("[data]\npath = ''\n", 2, "`data.path` is empty"),
+        ("[target]\nmodel = ''\n", 2, "`target.model` is empty"),
+        ("[target]\nmodel = 'bundled:tiny/model'\n", 2, "there is no bundled:tiny/model"),
+        ("[evaluate]\nprompts = 'bundled:tiny'\nlines = 3\n", 3, "unknown key `evaluate.lines`"),
     ],
 )
-def test_a_bad_file_is_named_with_the_key(tmp_path: Path, local: Host, text: str, message: str) -> None:
+def test_a_bad_file_is_named_with_line_and_key(
+    tmp_path: Path, local: Host, text: str, line: int, message: str
+) -> None:
     with pytest.raises(ConfigError) as caught:
         load_profile(write(tmp_path, text), local)
     assert message in caught.value.message
-    assert "qwen.toml" in caught.value.message + caught.value.where
+    assert caught.value.where == f"{tmp_path / 'qwen.toml'}:{line}"
+    assert caught.value.hint
     assert int(caught.value.exit_code) == 1
+
+
+def test_the_bundled_files_that_are_named_exist() -> None:
+    for name in BUNDLED_FILES.replace(" and ", ", ").split(", "):
+        assert trainer_config.resolve(name).exists()
 
 
 def test_a_missing_file(local: Host) -> None:

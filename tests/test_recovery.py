@@ -34,8 +34,8 @@ def test_any_name_of_a_run_is_one_word_of_the_command():
     ("manifest", "command"),
     [
         ({}, "dflashctl launch -c qwen3-8b.toml -H ct200"),
-        ({"config_path": "my runs/a.toml", "host": "local"}, "dflashctl launch -c 'my runs/a.toml'"),
-        ({"config_path": "bundled:tiny/train.toml", "host": "local"}, "dflashctl launch"),
+        ({"config_path": "my runs/a.toml", "host": "local"}, "dflashctl launch -c 'my runs/a.toml' -H local"),
+        ({"config_path": "bundled:tiny/train.toml", "host": "local"}, "dflashctl launch -H local"),
         (
             {"config_path": "/w/c.toml", "resume": "/workspace/dflash/runs/old"},
             "dflashctl launch --resume old -H ct200",

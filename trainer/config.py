@@ -29,7 +29,15 @@ _WORDS = {bool: "true or false", int: "a whole number", float: "a number", str: 
 
 
 class ConfigError(ValueError):
-    """A training configuration that can't be used as it stands: the message names section, key and the fix."""
+    """A training configuration that can't be used as it stands: the message names section, key and the fix.
+
+    Attributes:
+        key: the dotted name of the setting at fault, where it is one, so that its line can be found.
+    """
+
+    def __init__(self, message: str, key: str = "") -> None:
+        super().__init__(message)
+        self.key = key
 
 
 @dataclass(frozen=True)
@@ -188,7 +196,7 @@ def _build(cls: Any, raw: Any, source: str, prefix: str) -> Any:
     if not isinstance(raw, dict):
         name = prefix.rstrip(".")
         also = ' or "auto"' if name == "devices" else ""
-        raise ConfigError(f"{source}: `{name}` must be a table ([{name}]){also}, not {_told(raw)}")
+        raise ConfigError(f"{source}: `{name}` must be a table ([{name}]){also}, not {_told(raw)}", name)
     hints = typing.get_type_hints(cls)
     names = [f.name for f in dataclasses.fields(cls)]
     values: dict[str, Any] = {}
@@ -197,7 +205,8 @@ def _build(cls: Any, raw: Any, source: str, prefix: str) -> Any:
             near = difflib.get_close_matches(key, names, 1)
             raise ConfigError(
                 f"{source}: unknown key `{prefix}{key}`"
-                + (f"; did you mean `{prefix}{near[0]}`?" if near else "")
+                + (f"; did you mean `{prefix}{near[0]}`?" if near else ""),
+                f"{prefix}{key}",
             )
         values[key] = _convert(hints[key], value, source, f"{prefix}{key}")
     return cls(**values)
@@ -210,18 +219,18 @@ def _convert(hint: Any, value: Any, source: str, key: str) -> Any:
     if origin is tuple:
         item = typing.get_args(hint)[0]
         if not isinstance(value, list):
-            raise ConfigError(f"{source}: `{key}` must be a list, not {_told(value)}")
+            raise ConfigError(f"{source}: `{key}` must be a list, not {_told(value)}", key)
         return tuple(_convert(item, v, source, f"{key}[{i}]") for i, v in enumerate(value))
     if origin is dict:
         if not isinstance(value, dict):
-            raise ConfigError(f"{source}: `{key}` must be a table ([{key}]), not {_told(value)}")
+            raise ConfigError(f"{source}: `{key}` must be a table ([{key}]), not {_told(value)}", key)
         return {k: _convert(typing.get_args(hint)[1], v, source, f"{key}.{k}") for k, v in value.items()}
     if origin is types.UnionType or origin is typing.Union:
         raise AssertionError("no unions in the config")
     if hint is float and isinstance(value, int) and not isinstance(value, bool):
         return float(value)
     if not isinstance(value, hint) or (isinstance(value, bool) and hint is not bool):
-        raise ConfigError(f"{source}: `{key}` must be {_WORDS[hint]}, not {_told(value)}")
+        raise ConfigError(f"{source}: `{key}` must be {_WORDS[hint]}, not {_told(value)}", key)
     return value
 
 
@@ -305,11 +314,12 @@ def _check(config: Config, source: str) -> None:
     ]
     for ok, key, want in rules:
         if not ok:
-            raise ConfigError(f"{source}: `{key}` must be {want}, not {_told(value(key))}")
+            raise ConfigError(f"{source}: `{key}` must be {want}, not {_told(value(key))}", key)
     for key, names in (("targets", v.targets), ("drafters", v.drafters)):
         for i, name in enumerate(names):
             # one spelling each: who claims a GPU, or looks whether it is busy, goes by the name
             if not re.fullmatch(r"cpu|cuda:(0|[1-9]\d*)", name):
                 raise ConfigError(
-                    f"{source}: `devices.{key}[{i}]` must be cpu, cuda:0, cuda:1 ..., not {_told(name)}"
+                    f"{source}: `devices.{key}[{i}]` must be cpu, cuda:0, cuda:1 ..., not {_told(name)}",
+                    f"devices.{key}",
                 )

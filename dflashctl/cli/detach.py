@@ -19,6 +19,13 @@ def detached(place: Place, run: str | None) -> ExitCode:
     )
 
 
+def left_launching(place: Place, starting: bool) -> ExitCode:
+    """Say whether a run may have been started; returns the command's exit code."""
+    if not starting:
+        return _left("interrupted; nothing was started")
+    return _left(f"interrupted; the run may have been started. To see it:  dflashctl ls -H {place.host.name}")
+
+
 def left_stopping() -> ExitCode:
     """Say that a stop is not taken back; returns the command's exit code."""
     return _left("not waited for; a stop that was sent is carried through. To see it:  dflashctl status")

@@ -8,7 +8,7 @@ from typing import TYPE_CHECKING, Annotated, Optional
 import typer
 
 from dflashctl.cli import complete
-from dflashctl.cli.detach import detached
+from dflashctl.cli.detach import detached, left_launching
 from dflashctl.cli.options import AcceptNewOption, HostOption, HostsOption, WaitOption
 from dflashctl.errors import ExitCode
 
@@ -78,28 +78,37 @@ def launch(
     out, messages = terminal.stdout(), terminal.stderr()
     if config is None and resume is None:
         messages.print(screens.default_note(place.hosts.path is None and host is None))
-    with place.session() as session:
-        profile = _profile(session, place, config, resume)
-        try:
-            launched = launching.launch(
-                session,
-                place.host,
-                profile,
-                name=name,
-                force=force,
-                dry_run=dry_run,
-                environment=variables,
-                resume=resume,
-                tell=messages.transient,
-            )
-        finally:
-            messages.transient()
-        out.print(screens.launched(launched, session.transport.label, out))
-        if launched.run_id is None:
-            return ExitCode.OK
-        seen.remember({launched.run_id: place.host.name})
-        if wait or launched.state.get("status") == "exited":
-            return _wait(place, session, launched.run_id, wait or 0.0)
+    told: list[str] = []
+
+    def tell(words: str) -> None:
+        told.append(words)
+        messages.transient(words)
+
+    try:
+        with place.session() as session:
+            profile = _profile(session, place, config, resume)
+            try:
+                launched = launching.launch(
+                    session,
+                    place.host,
+                    profile,
+                    name=name,
+                    force=force,
+                    dry_run=dry_run,
+                    environment=variables,
+                    resume=resume,
+                    tell=tell,
+                )
+            finally:
+                messages.transient()
+            out.print(screens.launched(launched, session.transport.label, out))
+            if launched.run_id is None:
+                return ExitCode.OK
+            seen.remember({launched.run_id: place.host.name})
+            if wait or launched.state.get("status") == "exited":
+                return _wait(place, session, launched.run_id, wait or 0.0)
+    except KeyboardInterrupt:
+        return left_launching(place, launching.STARTING in told)
     out.print(screens.following(place.host.name, place.hosts.default_name, out))
     return ExitCode.OK
 

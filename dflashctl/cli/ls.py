@@ -33,7 +33,12 @@ def ls(
     known = reach.read_hosts(hosts)
     chosen = [known.get(host)] if host is not None else [h for h in known if h.trainable]
     places = [reach.Place(h, known, accept_new, may_ask=False) for h in chosen]
-    answers = ask_all(places, limit)
+    messages = terminal.stderr()
+    messages.transient(f"asking {', '.join(place.host.name for place in places)}")
+    try:
+        answers = ask_all(places, limit)
+    finally:
+        messages.transient()
     seen.remember({s.run_id: answer.host for answer in answers for s, _ in answer.rows})
     if len(answers) > 1:
         # this machine is always a host; it is worth a line only where it has runs

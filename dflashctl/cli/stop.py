@@ -30,6 +30,8 @@ def stop(
     accept_new: AcceptNewOption = False,
 ) -> int:
     """Stop a run: TERM, time to save a checkpoint, then KILL; verified. Stopping an ended run is no error."""
+    import functools
+
     from dflashctl import recovery
     from dflashctl import stop as stopping
     from dflashctl.cli import reach, seen
@@ -40,12 +42,13 @@ def stop(
     place = reach.place(host, hosts, accept_new, run)
     try:
         with place.session() as session:
-            if not json:
-                terminal.stderr().print(screens.begin(run, place.host.name, grace))
-            stopped = stopping.stop(session, run, grace=grace)
-            left = (
-                {} if json else session.call("snapshot", run_id=stopped.run_id, log_lines=0, want_gpu=False)
-            )
+            look = functools.partial(session.call, "snapshot", log_lines=0, want_gpu=False)
+            session.open()
+            found = Snapshot.parse(look(run_id=run))
+            if found.alive and not json:
+                terminal.stderr().print(screens.begin(found.run_id, place.host.name, grace))
+            stopped = stopping.stop(session, found.run_id, grace=grace)
+            left = {} if json else look(run_id=stopped.run_id)
     except KeyboardInterrupt:
         return left_stopping()
     seen.remember({stopped.run_id: place.host.name})

@@ -12,9 +12,9 @@ from dflashctl.stop import Stopped
 from dflashctl.words import duration
 
 
-def begin(run: str | None, host: str, grace: float) -> str:
-    which = harmless(run) if run else "the newest run"
-    return f"stopping {which} on {harmless(host)}: up to {duration(grace)} to save a checkpoint"
+def begin(run: str, host: str, grace: float) -> str:
+    saving = f"up to {duration(grace)} to save a checkpoint" if grace else "killed at once, nothing is saved"
+    return f"stopping {harmless(run)} on {harmless(host)}: {saving}"
 
 
 def screen(
@@ -31,7 +31,8 @@ def screen(
     elif not stopped.was_running:
         said = f"had ended already: {how}; nothing to stop"
     elif stopped.killed:
-        said = f"killed: it outlived the grace period of {duration(grace)}; no process is left"
+        outlived = f": it outlived the grace period of {duration(grace)}" if grace else ""
+        said = f"killed{outlived}; no process is left"
     else:
         took = ""
         if state.ended is not None and state.stop_requested is not None:

@@ -1,6 +1,9 @@
 """`dflashctl launch` with the real trainer on this machine, and its bad input."""
 
 import json
+import re
+import signal
+import socket
 
 import pytest
 
@@ -64,13 +67,15 @@ def test_the_main_job(cli, quick, runner):
     resumed = cli("launch", "--resume", "real", "--wait", "150", timeout=170)
     assert resumed.returncode == 0, resumed.stdout + resumed.stderr
     assert "already deployed" in resumed.stdout
+    assert re.search(r"^note      goes on from step [\d,]+ of real$", resumed.stdout, re.MULTILINE)
     run_id = json.loads(cli("status", "--json").stdout)["run_id"]
     manifest = json.loads((runner.run_dir(run_id) / "manifest.json").read_text())
     assert manifest["resume"].endswith("/runs/real")
     assert manifest["run_id"].startswith("real-")
     assert cli("stop", timeout=90).returncode == 0
 
-    (cli.home / "gone.toml").write_text('[data]\npath = "bundled:tiny/none.jsonl"\n')
+    (cli.home / "none.jsonl").touch()
+    (cli.home / "gone.toml").write_text('[data]\npath = "none.jsonl"\n')
     failed = cli("launch", "-c", "gone.toml", "--wait", "100", timeout=120)
     assert failed.returncode == 3
     assert "FAILED" in failed.stdout
@@ -130,6 +135,21 @@ def test_bad_input(cli, args, code, words):
     assert "s3cret" not in shown.stderr
     assert "Traceback" not in shown.stderr
     assert shown.stdout == ""
+
+
+def test_ctrl_c_before_the_start_says_that_nothing_was_started(cli):
+    with socket.create_server(("127.0.0.1", 0)) as silent:
+        port = silent.getsockname()[1]
+        host = f'[hosts.silent]\nkind = "ssh"\naddress = "127.0.0.1"\nport = {port}\nworkspace = "/w"\n'
+        (cli.home / "hosts.toml").write_text(host + "connect_timeout = 600\n")
+        process = cli.popen("launch")
+        connection, _ = silent.accept()
+        with connection:
+            connection.recv(8)  # the client's greeting: it now waits for the server's
+            process.send_signal(signal.SIGINT)
+            said = process.communicate(timeout=60)
+    assert (process.returncode, said[0]) == (130, "")
+    assert said[1].endswith("-- interrupted; nothing was started\n")
 
 
 def test_scripts_write_what_the_trainer_writes():

@@ -91,3 +91,17 @@ def test_an_unknown_host(cli):
     shown = cli("ls", "-H", "her")
     assert shown.returncode == 6
     assert "did you mean here?" in shown.stderr
+
+
+def test_ctrl_c_waits_for_no_host(cli):
+    """One that accepts a connection and says nothing may be silent for as long as it was allowed to."""
+    with socket.create_server(("127.0.0.1", 0)) as silent:
+        port = silent.getsockname()[1]
+        (cli.home / "hosts.toml").write_text(dead(port) + "connect_timeout = 600\n")
+        process = cli.popen("ls")
+        connection, _ = silent.accept()
+        with connection:
+            connection.recv(8)  # the client's greeting: it now waits for the server's
+            process.send_signal(signal.SIGINT)
+            assert process.communicate(timeout=60) == ("", "")
+    assert process.returncode == 130

@@ -32,9 +32,10 @@ def test_stopping_twice_is_no_error(cli, started, runner):
     runner.ended("done")
     for _ in range(2):
         shown = cli("stop", "done")
-        assert (shown.returncode, shown.stdout) == (
+        assert (shown.returncode, shown.stdout, shown.stderr) == (
             0,
             "done on here   had ended already: exit code 0; nothing to stop\n",
+            "",
         )
 
 
@@ -60,7 +61,7 @@ def test_ctrl_c_says_that_the_stop_goes_on(cli, started, runner):
     started("stubborn", STUBBORN)
     time.sleep(0.5)
     process = cli.popen("stop", "--grace", "2")
-    assert process.stderr.readline() == "stopping the newest run on here: up to 2 s to save a checkpoint\n"
+    assert process.stderr.readline() == "stopping stubborn on here: up to 2 s to save a checkpoint\n"
     while runner.state("stubborn")["stop_requested"] is None:
         time.sleep(0.05)
     process.send_signal(signal.SIGINT)
@@ -85,5 +86,14 @@ def test_json(cli, started):
     assert shown.stderr == ""
 
 
-def test_no_such_run(cli):
-    assert cli("stop", "nope").returncode == 6
+def test_without_grace_it_is_killed_at_once(cli, started):
+    started("stubborn", STUBBORN)
+    shown = cli("stop", "--grace", "0")
+    assert shown.stderr == "stopping stubborn on here: killed at once, nothing is saved\n"
+    assert shown.stdout.startswith("stubborn on here   killed; no process is left\n")
+
+
+def test_what_is_not_there_is_not_being_stopped(cli):
+    shown = cli("stop", "nope")
+    assert shown.returncode == 6
+    assert shown.stderr.startswith("error: no run")

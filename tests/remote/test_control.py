@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import contextlib
 import json
 import os
 import signal
@@ -119,7 +120,7 @@ def test_a_full_disk_keeps_no_run_from_being_stopped(runner: Runner) -> None:
         with runner.session() as session:
             runner.start(session, "a", SLEEP)
             said_ready(runner, "a")
-            with pytest.raises(OSError, match="No space"), open(f"{disk}/fill", "wb", buffering=0) as file:
+            with open(f"{disk}/fill", "wb", buffering=0) as file, contextlib.suppress(OSError):
                 while True:
                     file.write(b"x" * 4096)
             answer = session.call("stop", run_id="a", grace=5)
