@@ -273,14 +273,15 @@ def _environment(table: Table) -> dict[str, str]:
     inner = table.sub("environment")
     for name, value in inner.raw.items():
         if not re.fullmatch(r"[A-Za-z_][A-Za-z0-9_]*", name):
+            shown = name.partition("=")[0] + "=..." if "=" in name else name  # a value may be a secret
             raise inner.error(
-                name, f"bad environment name {name!r}", "use letters, digits and underscores, no digit first"
+                name, f"bad environment name {shown!r}", "use letters, digits and underscores, no digit first"
             )
         if not isinstance(value, str):
             raise inner.error(
                 name,
                 f"environment.{name} must be a string, not {type_name(value)}",
-                f'write  {name} = "{value}"',
+                f'write  {name} = "{value if isinstance(value, int | float) else "..."}"',
             )
         if "\0" in value:
             raise inner.error(

@@ -329,6 +329,8 @@ MISTAKES = [
         "environment.A must be a string, not a whole",
         'A = "1"',
     ),
+    ("environment pair", PCT + "environment.'A=s3cret' = '1'", 5, "bad environment name 'A=...'", ""),
+    ("environment list", PCT + "environment.A = ['s3cret']", 5, "a string, not a list", 'A = "..."'),
     ("environment nul", PCT + 'environment.A = "x\\u0000"', 5, "environment.A holds a NUL", ""),
 ]
 

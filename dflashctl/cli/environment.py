@@ -29,7 +29,7 @@ def read(settings: Sequence[str], file: Path | None) -> dict[str, str]:
             raise ConfigError(
                 f"the environment file can't be read: {why}", where=str(file), hint=hint
             ) from error
-        for number, line in enumerate(text.splitlines(), 1):
+        for number, line in enumerate(text.split("\n"), 1):
             if line.strip() and not line.lstrip().startswith("#"):
                 name, value, why = _pair(line.strip())
                 if why:
@@ -49,7 +49,13 @@ def _pair(setting: str) -> tuple[str, str, str]:
     """(name, value, what is wrong with it). The value, maybe a secret, is never repeated in the message."""
     name, given, value = setting.partition("=")
     if not _NAME.fullmatch(name):
-        return name, "", "not a variable's name before the =" if given else f"not a variable's name: {name!r}"
+        return (
+            name,
+            "",
+            "not a variable's name before the =" if given else "neither K=V nor a variable's name",
+        )
+    if "\0" in value:
+        return name, "", f"{name} holds a NUL character, which no program can be given"
     if given:
         return name, value, ""
     inherited = os.environ.get(name)

@@ -14,10 +14,10 @@ def test_a_typed_variable_wins_over_the_file_and_a_bare_name_is_taken_from_here(
 ) -> None:
     monkeypatch.setenv("FROM_HERE", "here")
     file = tmp_path / "env"
-    file.write_text("# a comment\n\nA=file\nB=file=with='quotes'\nFROM_HERE\nEMPTY=\n")
+    file.write_text("# a comment\n\nA=file\nB=file=with='quo\x1c\u2028tes'\nFROM_HERE\nEMPTY=\n")
     assert environment.read(["A=typed", "C=1=2"], file) == {
         "A": "typed",
-        "B": "file=with='quotes'",
+        "B": "file=with='quo\x1c\u2028tes'",
         "FROM_HERE": "here",
         "EMPTY": "",
         "C": "1=2",
@@ -27,11 +27,12 @@ def test_a_typed_variable_wins_over_the_file_and_a_bare_name_is_taken_from_here(
 
 def test_what_is_refused_names_the_place_and_keeps_the_secret(tmp_path: Path) -> None:
     file = tmp_path / "env"
-    file.write_text("GOOD=1\n9BAD=s3cret\n")
-    with pytest.raises(ConfigError) as caught:
-        environment.read([], file)
-    assert caught.value.where == f"{file}:2"
-    assert "s3cret" not in caught.value.message + caught.value.hint
-    with pytest.raises(typer.BadParameter) as usage:
-        environment.read(["9BAD=s3cret"], None)
-    assert "s3cret" not in usage.value.message
+    for line in ("9BAD=s3cret", "TOKEN s3cret", "TOKEN: s3cret", "s3cret-", "TOKEN=s3cret\0"):
+        file.write_text(f"GOOD=1\n{line}\n")
+        with pytest.raises(ConfigError) as caught:
+            environment.read([], file)
+        assert caught.value.where == f"{file}:2"
+        assert "s3cret" not in caught.value.message + caught.value.hint
+        with pytest.raises(typer.BadParameter) as usage:
+            environment.read([line], None)
+        assert "s3cret" not in usage.value.message
