@@ -118,7 +118,18 @@ BELOW = {
         "config",
         "errors",
     ),
-    "trainer": ("train", "probe", "room", "pipeline", "memory", "runtime", "modeling", "kernels", "config"),
+    "trainer": (
+        "train",
+        "inputs",
+        "probe",
+        "room",
+        "pipeline",
+        "memory",
+        "runtime",
+        "modeling",
+        "kernels",
+        "config",
+    ),
 }
 """Parts of which none imports one that stands before it, as the architecture has the flow."""
 

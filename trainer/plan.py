@@ -20,14 +20,11 @@ from trainer import probe, room
 from trainer.config import ConfigError, DevicesConfig, load, names_devices
 from trainer.data.arrangement import arrange
 from trainer.events import Events, gib, rows
+from trainer.inputs import Inputs
 from trainer.memory import TargetSize
 from trainer.options import at_least, counts
 from trainer.pipeline.balance import Placement, best
-from trainer.pipeline.crew import Crew
-from trainer.pipeline.nodes import Nodes
 from trainer.pipeline.plan import Plan, placed, require_fp8
-from trainer.runtime.signals import Signals
-from trainer.train import Run
 
 
 def add_arguments(parser: argparse.ArgumentParser) -> None:
@@ -51,11 +48,11 @@ def add_arguments(parser: argparse.ArgumentParser) -> None:
 def run(args: argparse.Namespace) -> int:
     """Measure, print a table a batch size. Returns 0. Raises ConfigError, and what a worker raises."""
     with tempfile.TemporaryDirectory() as folder:
-        crew = Crew(Events(None, sys.stdout))
-        job = Run(args.config, (args.run_dir or Path(folder)).absolute(), "", crew, Signals(), Nodes())
+        run_dir = (args.run_dir or Path(folder)).absolute()
+        inputs = Inputs(args.config, run_dir, Events(None, sys.stdout))
         config = load(args.config)
         config = dataclasses.replace(config, devices=placed(config.devices))
-        base, size, load_target = job.inputs(config)
+        base, size, load_target = inputs.plan(config)
         here = here_for(args.config, config.devices)
         require_fp8(config.runtime, map(torch.device, here), size.by_layer)
         names = _like(here[0], args.devices) if args.devices else here

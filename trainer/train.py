@@ -5,31 +5,22 @@ from __future__ import annotations
 import argparse
 import contextlib
 import dataclasses
-import hashlib
-import json
 import os
 import platform
 import signal
 import sys
-import time
 from pathlib import Path
 
 import torch
 
 from trainer import checkpoint, probe, room
 from trainer.checkpoint import Checkpoint, CheckpointError
-from trainer.config import Config, ConfigError, load, resolve
-from trainer.data.arrangement import arrange
-from trainer.data.batches import BatchPlan
-from trainer.data.dataset import Dataset
+from trainer.config import Config, ConfigError, load
 from trainer.data.errors import DataError
-from trainer.data.prepare import describe, prepare_cached
-from trainer.data.tokenizer import is_another, load_tokenizer
-from trainer.evaluate import evaluate, read_prompts
+from trainer.evaluate import evaluate
 from trainer.events import Events
+from trainer.inputs import Inputs
 from trainer.memory import TargetSize
-from trainer.modeling.layout import DrafterConfig
-from trainer.modeling.target import Target, can_pack, load_config
 from trainer.pipeline.balance import Placement
 from trainer.pipeline.channel import Stopped
 from trainer.pipeline.crew import Crew
@@ -166,14 +157,17 @@ class Run:
         )
         if any(compile.wanted(config.runtime, device) for device in used):
             print(cache.description(), flush=True)
-        base, size, load_target = self.inputs(config)
+        inputs = Inputs(self._config_path, self._run_dir, self._crew.events)
+        base, size, load_target = inputs.plan(config, self._done, nodes.rank)
         config = base.config
         require_fp8(config.runtime, used, size.by_layer)
-        if config.evaluate.prompts and nodes.leads:
-            self._read_prompts(config, base.dataset)
+        if (
+            config.evaluate.prompts and nodes.leads
+        ):  # now: a wrong path is not to come to light after training
+            self._prompts = inputs.prompts(config, base.dataset)
         present = self._place(base, size, load_target, found)
         plan = base.on(present, tuple(nodes.gather(len(present.drafters))))
-        settings = checkpoint.settings(plan.config, fingerprint(base.dataset), plan.all_drafters)
+        settings = checkpoint.settings(plan.config, base.dataset.fingerprint(), plan.all_drafters)
         rhythm = {f"train.{key}": getattr(config.train, key) for key in ("log_every", "checkpoint_every")}
         nodes.require_same({**settings, **rhythm, "version of torch": torch.__version__})
         if found is not None and nodes.rank == source:
@@ -183,23 +177,6 @@ class Run:
         ways = probe.fitting(plan, size, present.devices)
         training = Training(self._crew, plan, Course(plan.steps, nodes.any), start, load_target, nodes)
         self._train(training, predictions, present, ways, settings, nonfinite)
-
-    def inputs(self, config: Config) -> tuple[Plan, TargetSize, probe.KeptTargets]:
-        """All that a run is decided from: its plan, still without devices, the target's size, and how to load it.
-
-        Raises ConfigError, DataError, ModelError.
-        """
-        dataset, batches = self._open_data(config)
-        packing = "on" if batches.packed else "off"
-        config = dataclasses.replace(config, data=dataclasses.replace(config.data, packing=packing))
-        shape = self._shape(config)
-        dataset.refuse_beyond(shape.vocab_size)
-        base = Plan(config, dataset, batches, shape, (), (), self._done, 0, node=self._nodes.rank)
-        path = self._path(config.target.model)
-        load_target = probe.KeptTargets(
-            lambda device: Target.load(path, device, config.target.dtype, shape.target_layer_ids)
-        )
-        return base, TargetSize.of(load_config(path)), load_target
 
     def _devices(self, config: Config) -> set[torch.device]:
         """Every device that the run may use. Raises ConfigError for one that is not there."""
@@ -225,13 +202,6 @@ class Run:
         workers = len(present.drafters) + (0 if present.colocated else len(present.targets))
         torch.set_num_threads(devices.intra_op_threads(workers, base.config.devices.cpu_threads))
         return present
-
-    def _read_prompts(self, config: Config, dataset: Dataset) -> None:
-        """Before training: a wrong path is not to come to light after it."""
-        tokenizer = load_tokenizer(self._path(config.target.model))
-        prompts = self._path(config.evaluate.prompts)
-        mode = (dataset.meta.get("template_arguments"), dataset.meta.get("template"))  # that it is trained in
-        self._prompts = read_prompts(prompts, tokenizer, config.evaluate.count, *mode)
 
     def _start(self, found: Checkpoint | None, source: int) -> tuple[Start, int]:
         """Where all replicas begin, and the non-finite steps before: by the checkpoint that node `source` has found."""
@@ -313,73 +283,6 @@ class Run:
         if own is not None or not self._resume:
             return own
         return checkpoint.find(self._resume, self._run_dir.parent, tell)
-
-    def _open_data(self, config: Config) -> tuple[Dataset, BatchPlan]:
-        events = self._crew.events
-        began = time.monotonic()
-        path, target = self._path(config.data.path), self._path(config.target.model)
-        if path.is_file():
-            path = prepare_cached(
-                [path],
-                target,
-                config.data.max_length,
-                self._cache(),
-                tell=lambda line: print(line, flush=True),
-            )
-        dataset = Dataset.open(path)
-        events.dataset(samples=len(dataset), seconds=time.monotonic() - began)
-        if is_another(target, dataset.meta.get("tokenizer_fingerprint", "")):
-            print(
-                f"Warning: the data was prepared with another tokenizer ({dataset.meta['tokenizer']}) than the target's, or by "
-                "another release of its library. If its ids are other words to this target, the drafter learns nothing of use",
-                flush=True,
-            )
-        if "rejected" in dataset.meta:
-            print("\n".join(describe(dataset.meta)), flush=True)
-        chosen = arrange(dataset, config, self._obstacle(config))
-        events.buckets(
-            buckets=chosen.report,
-            padding=chosen.waste.of_tokens,
-            idle_anchors=chosen.waste.of_anchors,
-            packed=chosen.plan.packed,
-            samples_a_row=chosen.plan.samples_a_batch / chosen.plan.batch_size,
-            reason=chosen.reason,
-        )
-        return dataset, chosen.plan
-
-    def _obstacle(self, config: Config) -> str:
-        """Why rows can't be packed, or nothing."""
-        if config.data.packing == "off":
-            return ""
-        target = load_config(self._path(config.target.model))
-        if can_pack(target):
-            return ""
-        return (
-            f"the target ({target.model_type}) is run by its own forward, which would read a row as one text"
-        )
-
-    def _cache(self) -> Path:
-        """Where prepared datasets are kept: beside `runs/` where the run is in one, else in the run."""
-        runs = self._run_dir.parent
-        return (runs.parent if runs.name == "runs" else self._run_dir) / "cache" / "prepared"
-
-    def _shape(self, config: Config) -> DrafterConfig:
-        path = self._path(config.target.model)
-        tokenizer = load_tokenizer(path) if config.drafter.mask_token_id < 0 else None
-        return DrafterConfig.for_target(load_config(path), config.drafter, tokenizer)
-
-    def _path(self, name: str) -> Path:
-        return resolve(name, self._config_path.absolute().parent)
-
-
-def fingerprint(dataset: Dataset) -> str:
-    """Tells datasets apart by size, every row's length, and the first and last rows; quick for millions of rows."""
-    digest = hashlib.sha256(dataset.lengths.tobytes())
-    digest.update(json.dumps([dataset.meta["bytes"], dataset.meta["samples"]]).encode())
-    for row in (0, len(dataset) - 1):
-        ids, mask = dataset.row(row)
-        digest.update(ids.tobytes() + mask.tobytes())
-    return digest.hexdigest()[:16]
 
 
 def _topology(config: Config, nodes: Nodes) -> str:

@@ -15,7 +15,6 @@ import threading
 import time
 from collections.abc import Callable, Iterator
 from pathlib import Path
-from types import SimpleNamespace
 from typing import Any
 
 import numpy as np
@@ -25,7 +24,7 @@ import torch
 from dflashctl import stacks
 from tests.trainer.pipeline.runs import arguments, events, make_dataset, make_target, write_config
 from trainer import checkpoint, train
-from trainer.config import parse
+from trainer.config import resolve
 from trainer.data.dataset import DatasetWriter
 from trainer.data.prefetch import Prefetcher
 from trainer.data.tokenizer import fingerprint, load_tokenizer
@@ -448,7 +447,7 @@ def test_tokens_beyond_the_vocabulary_are_told(
 
 def test_data_of_another_tokenizer_is_told(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
     """Whose ids all exist, but mean something else."""
-    tiny = train.resolve("bundled:tiny/target")
+    tiny = resolve("bundled:tiny/target")
     own = fingerprint(load_tokenizer(tiny))
     for made, told in ((own, 0), ("another", 1)):
         with DatasetWriter(tmp_path / made) as writer:
@@ -692,8 +691,8 @@ def test_a_run_folder_that_cannot_be_made(
 def test_evaluation_stands_around_the_training(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
     """With the bundled target, whose tokenizer the prompts need; a resumed run does not measure the untrained one."""
     (tmp_path / "p.jsonl").write_text(json.dumps({"prompt": "sort: 3 1 2"}) + "\n")
-    tiny = train.resolve("bundled:tiny/target")
-    lines = train.resolve("bundled:tiny/train.jsonl").read_text().splitlines()[:30]
+    tiny = resolve("bundled:tiny/target")
+    lines = resolve("bundled:tiny/train.jsonl").read_text().splitlines()[:30]
     (tmp_path / "d.jsonl").write_text("\n".join(lines) + "\n")
     sections: dict[str, Any] = {
         "drafter": {"target_layer_ids": [1, 2], "mask_token_id": -1},
@@ -713,18 +712,6 @@ def test_evaluation_stands_around_the_training(tmp_path: Path, capsys: pytest.Ca
     assert "Labels: " in capsys.readouterr().out
     assert train.run(arguments(config, tmp_path / "runs/b", str(run))) == 0
     assert [e["what"] for e in events(tmp_path / "runs/b", "evaluation")] == ["trained"]
-
-
-def test_prompts_are_rendered_as_the_data_was(tmp_path: Path) -> None:
-    (tmp_path / "p.jsonl").write_text(json.dumps({"prompt": "3 1 2"}) + "\n")
-    config = parse({"target": {"model": "bundled:tiny/target"}, "evaluate": {"prompts": "p.jsonl"}})
-    nothing: Any = None
-    job = train.Run(tmp_path / "c.toml", tmp_path, "", nothing, nothing, nothing)
-    meta = {"template": "sort: {{ messages[0]['content'] }} {{ last }}", "template_arguments": {"last": 9}}
-    dataset: Any = SimpleNamespace(meta=meta)
-    job._read_prompts(config, dataset)
-    tokenizer = load_tokenizer(train.resolve("bundled:tiny/target"))
-    assert [tokenizer.decode(ids) for ids in job._prompts] == ["sort: 3 1 2 9"]
 
 
 @pytest.fixture

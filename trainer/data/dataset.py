@@ -7,6 +7,7 @@ DIR/rejects.jsonl  the rows that could not be used
 
 from __future__ import annotations
 
+import hashlib
 import json
 import os
 import shutil
@@ -109,6 +110,15 @@ class Dataset:
                 hint=f"copy it again, or {_PREPARE}",
             )
         return ids, mask
+
+    def fingerprint(self) -> str:
+        """Tells datasets apart by size, every row's length, and the first and last rows; quick for millions of rows."""
+        digest = hashlib.sha256(self.lengths.tobytes())
+        digest.update(json.dumps([self.meta["bytes"], self.meta["samples"]]).encode())
+        for row in (0, len(self) - 1):
+            ids, mask = self.row(row)
+            digest.update(ids.tobytes() + mask.tobytes())
+        return digest.hexdigest()[:16]
 
     def candidates(self, max_length: int) -> np.ndarray:
         """Positions at which a block can begin, int64 [N]: labelled tokens whose successor is labelled too, the rows cut to

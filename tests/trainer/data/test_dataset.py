@@ -88,6 +88,21 @@ def test_rows_come_back_as_written(tmp_path_factory, data):
             opened.row(bad)
 
 
+@pytest.mark.parametrize("change", ["a token", "a label", "an order", "a row"])
+def test_fingerprint_tells_datasets_apart_but_not_their_folders(tmp_path, change):
+    data = two_rows()
+    whole = Dataset.open(write(tmp_path / "one", data)).fingerprint()
+    assert Dataset.open(write(tmp_path / "two", data)).fingerprint() == whole
+    (ids, mask), last = data
+    changed = {
+        "a token": [(ids + 1, mask), last],
+        "a label": [(ids, ~mask), last],
+        "an order": [last, (ids, mask)],
+        "a row": [*data, last],
+    }
+    assert Dataset.open(write(tmp_path / "other", changed[change])).fingerprint() != whole
+
+
 def test_rows_are_views_of_the_file(tmp_path):
     opened = Dataset.open(write(tmp_path / "out", two_rows()))
     ids, _ = opened.row(0)
