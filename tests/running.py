@@ -75,6 +75,11 @@ class Runner:
     def state(self, run_id: str) -> dict[str, Any]:
         return supervisor.read_json(str(self.run_dir(run_id) / "state.json")) or {}
 
+    def said(self, run_id: str, words: str) -> None:
+        """Wait until its log holds these words."""
+        log = self.run_dir(run_id) / "run.log"
+        wait_for(lambda: log.exists() and words in log.read_text(errors="replace"))
+
     def waits(self, run_id: str) -> None:
         """Wait until a run has come to where it waits (tests/cli/scripts.py, WAITS)."""
         wait_for((self.run_dir(run_id) / "waits").exists)

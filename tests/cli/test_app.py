@@ -19,6 +19,7 @@ from dflashctl.errors import (
     PreflightError,
     UnreachableError,
 )
+from tests.cli.conftest import has_looked
 
 GOLDEN = Path(__file__).parent / "help"
 COMMANDS = ("launch", "status", "watch", "logs", "stop", "ls", "diagnose")
@@ -159,9 +160,7 @@ def test_ctrl_c_exits_130_without_a_traceback(cli, started):
 
     started("loads", LOADS)
     process = cli.popen("status", "--wait", "60")
-    import time
-
-    time.sleep(2)
+    has_looked(process)
     process.send_signal(signal.SIGINT)
     stdout, stderr = process.communicate(timeout=60)
     assert (process.returncode, stdout) == (130, "")

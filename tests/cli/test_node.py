@@ -63,10 +63,15 @@ def test_the_main_job(there, node, container):
 @pytest.mark.slow
 @pytest.mark.timeout(900)
 def test_the_demo_in_the_container_ends_with_a_measured_acceptance(there):
-    steps = int(os.environ.get("DFLASH_DEMO_STEPS", "40"))
+    steps = int(os.environ.get("DFLASH_DEMO_STEPS", "24"))
     demo = re.sub("steps = 600", f"steps = {steps}", bundled_profile().read_text())
     if steps < 600:
-        demo = demo.replace("count = 40", "count = 8").replace("max_new_tokens = 128", "max_new_tokens = 48")
+        for name, there_is, enough in (
+            ("batch_size", 16, 8),
+            ("count", 40, 8),
+            ("max_new_tokens", 128, 48),
+        ):
+            demo = demo.replace(f"{name} = {there_is}", f"{name} = {enough}")
     (there.home / "demo.toml").write_text(demo)
     launched = there("launch", "-c", "demo.toml", "--name", "demo", "--wait", "150", timeout=170)
     assert launched.returncode == 0, launched.stdout + launched.stderr

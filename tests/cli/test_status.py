@@ -7,6 +7,7 @@ from pathlib import Path
 
 import pytest
 
+from dflashctl.remote import supervisor
 from tests.cli import scripts
 from tests.cli.conftest import has_looked
 from tests.running import wait_for
@@ -189,9 +190,9 @@ def test_json_of_an_error_leaves_stdout_empty(cli):
     assert (shown.returncode, shown.stdout) == (6, "")
 
 
-def test_a_hostile_log_can_not_reach_the_terminal(cli, started):
+def test_a_hostile_log_can_not_reach_the_terminal(cli, started, runner):
     started("hostile", scripts.HOSTILE)
-    time.sleep(0.5)
+    runner.said("hostile", "last line")
     for args in (("status", "-n", "20"), ("logs",)):
         shown = cli(*args).stdout
         assert "last line" in shown
@@ -217,8 +218,10 @@ def test_a_run_without_its_supervisor_says_so(cli, started, runner):
     import signal
 
     started("orphan", scripts.TRAINS)
-    os.kill(runner.state("orphan")["supervisor_pid"], signal.SIGKILL)
-    time.sleep(0.5)
+    state = runner.state("orphan")
+    os.kill(state["supervisor_pid"], signal.SIGKILL)
+    wait_for(lambda: not supervisor.alive(state["supervisor_pid"], state["supervisor_start_ticks"]))
+    runner.said("orphan", "step 1/")
     shown = cli("status")
     assert shown.returncode == 0
     assert "its supervisor is gone" in shown.stdout

@@ -14,7 +14,7 @@ STUBBORN = scripts.HEAD + "signal.signal(signal.SIGTERM, signal.SIG_IGN)\nload()
 
 def test_a_run_saves_and_stops(cli, started, runner):
     started("trains", scripts.TRAINS)
-    time.sleep(0.5)
+    runner.said("trains", "step 1/")
     shown = cli("stop")
     assert shown.returncode == 0
     assert shown.stdout.startswith("trains on here   stopped in ")
@@ -39,9 +39,9 @@ def test_stopping_twice_is_no_error(cli, started, runner):
         )
 
 
-def test_what_outlives_the_grace_period_is_killed(cli, started):
+def test_what_outlives_the_grace_period_is_killed(cli, started, runner):
     started("stubborn", STUBBORN)
-    time.sleep(0.5)
+    runner.said("stubborn", "Drafter 0 ready")
     shown = cli("stop", "--grace", "1")
     assert shown.returncode == 0
     assert "killed: it outlived the grace period of 1 s" in shown.stdout
@@ -59,7 +59,7 @@ def test_a_run_without_a_checkpoint_is_not_to_be_resumed(cli, started):
 
 def test_ctrl_c_says_that_the_stop_goes_on(cli, started, runner):
     started("stubborn", STUBBORN)
-    time.sleep(0.5)
+    runner.said("stubborn", "Drafter 0 ready")
     process = cli.popen("stop", "--grace", "2")
     assert process.stderr.readline() == "stopping stubborn on here: up to 2 s to save a checkpoint\n"
     while runner.state("stubborn")["stop_requested"] is None:

@@ -60,7 +60,7 @@ class Run:
         """Wait until the trainer has printed `text`."""
         wait_for(lambda: text in self.log)
 
-    def end(self, seconds: float = 20) -> dict[str, Any]:
+    def end(self, seconds: float = 60) -> dict[str, Any]:
         """Wait for the supervisor's end; its last record."""
         assert self.process is not None
         assert self.process.wait(seconds) == 0
@@ -213,8 +213,15 @@ def test_what_the_trainer_leaves_behind_is_ended(run: Run, monkeypatch: pytest.M
 
 
 def test_the_end_is_on_record_while_strays_are_waited_for(run: Run) -> None:
-    run.start("import os, time\nif os.fork() == 0:\n    time.sleep(1.5)\n    os._exit(0)\nos._exit(7)")
+    run.start(f"""
+        import os, time
+        if os.fork() == 0:
+            while not os.path.exists("{run.dir}/go"): time.sleep(0.02)
+            os._exit(0)
+        os._exit(7)
+    """)
     state = wait_for(lambda: run.state if run.state.get("exit_code") is not None else None)
+    (run.dir / "go").touch()
     assert (state["status"], state["exit_code"]) == ("running", 7)
     assert run.end()["exit_code"] == 7
 
