@@ -107,6 +107,14 @@ def export(
     else:
         raw = config.to_zlab(dtype)
     tensors = {name: tensor.detach().to(DTYPES[dtype]).contiguous() for name, tensor in tensors.items()}
+    try:
+        _write(output, tensors, raw)
+    except (OSError, SafetensorError) as error:
+        raise ModelError(f"{output}: can't be written: {error}; make room, or name another folder") from error
+    return sorted(tensors)
+
+
+def _write(output: Path, tensors: dict[str, Tensor], raw: dict[str, Any]) -> None:
     output.parent.mkdir(parents=True, exist_ok=True)
     scratch = Path(tempfile.mkdtemp(prefix=f".{output.name}-", dir=output.parent))
     try:
@@ -117,7 +125,6 @@ def export(
     except BaseException:
         shutil.rmtree(scratch, ignore_errors=True)
         raise
-    return sorted(tensors)
 
 
 def _read_json(path: Path) -> dict[str, Any]:

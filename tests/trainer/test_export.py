@@ -165,11 +165,14 @@ def test_faults_are_named(tmp_path: Path, checkpoint: Path) -> None:
 def test_a_failed_export_leaves_nothing(
     tmp_path: Path, checkpoint: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
+    with pytest.raises(ModelError, match="out: can't be written"):
+        export(checkpoint, checkpoint / "drafter.json/out")
+
     def full(*_: object, **__: object) -> None:
         raise OSError(28, "No space left on device")
 
     monkeypatch.setattr("trainer.export.save_file", full)
-    with pytest.raises(OSError, match="No space"):
+    with pytest.raises(ModelError, match=r"out: can't be written: .*No space"):
         export(checkpoint, tmp_path / "out")
     assert sorted(p.name for p in tmp_path.iterdir()) == [checkpoint.name, "target"]
 

@@ -3,13 +3,14 @@
 from __future__ import annotations
 
 import argparse
+import contextlib
 import hashlib
 import importlib.metadata
 import json
 import sys
 import time
 from collections import Counter
-from collections.abc import Callable, Mapping, Sequence
+from collections.abc import Callable, Iterator, Mapping, Sequence
 from pathlib import Path
 from typing import Any
 
@@ -113,7 +114,7 @@ def _prepare(
     jobs = jobs or (1 if size < SMALL else cores.usable())
     tally = _Tally(files)
     read, told = 0, time.monotonic()
-    with DatasetWriter(output) as writer:
+    with _written(output), DatasetWriter(output) as writer:
         rejects = writer.folder / REJECTS
         with rejects.open("w", encoding="utf-8") as log:
             for line, result in encode_all(files, recipe, masker, jobs):
@@ -136,6 +137,19 @@ def _prepare(
                 rejects.replace(kept)
             raise tally.refusal(kept)
         return writer.commit(_meta(recipe, masker, tally), replace=replace)
+
+
+@contextlib.contextmanager
+def _written(output: Path) -> Iterator[None]:
+    """Turn what the operating system refuses into a DataError."""
+    try:
+        yield
+    except OSError as error:
+        raise DataError(
+            f"the dataset can't be made: {error}",
+            where=str(output),
+            hint="make room, or name another folder (--output)",
+        ) from error
 
 
 class _Tally:

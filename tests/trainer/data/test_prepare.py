@@ -2,6 +2,7 @@ from __future__ import annotations
 
 import json
 import os
+import resource
 import threading
 
 import numpy as np
@@ -97,6 +98,22 @@ def test_nothing_usable(tmp_path, tokenizer):
     assert str(kept) in caught.value.hint
     assert len(kept.read_text().splitlines()) == len(BAD)
     assert sorted(p.name for p in tmp_path.iterdir()) == ["in.jsonl", "out.rejects.jsonl"]
+
+
+@pytest.mark.parametrize("size", [1 << 22, 1 << 14])
+def test_what_cannot_be_written_is_told_and_leaves_nothing(tmp_path, tokenizer, size):
+    """A folder that can't be made; and a limit of a file's size that stands in for the disk's."""
+    file = write(tmp_path / "in.jsonl", [row("hi", "a b c d e f g h")] * 400)
+    output = tmp_path / "out" if size == 1 << 14 else file / "out"
+    soft, hard = resource.getrlimit(resource.RLIMIT_FSIZE)
+    resource.setrlimit(resource.RLIMIT_FSIZE, (size, hard))
+    try:
+        with pytest.raises(DataError, match="the dataset can't be made") as caught:
+            prepare([file], output, Recipe(tokenizer))
+    finally:
+        resource.setrlimit(resource.RLIMIT_FSIZE, (soft, hard))
+    assert caught.value.where == str(output)
+    assert [p.name for p in tmp_path.iterdir()] == ["in.jsonl"]
 
 
 def test_no_rows_at_all(tmp_path, tokenizer):
