@@ -221,7 +221,13 @@ class SshChannel(Channel):
 @contextlib.contextmanager
 def _closed_after(channel: paramiko.Channel, seconds: float) -> Iterator[None]:
     """paramiko waits for the answer to an exec without end; closing the channel ends that wait."""
-    timer = threading.Timer(seconds, channel.close)
+    from paramiko import SSHException
+
+    def end() -> None:
+        with contextlib.suppress(OSError, EOFError, SSHException):  # the line may have died meanwhile
+            channel.close()
+
+    timer = threading.Timer(seconds, end)
     timer.daemon = True
     timer.start()
     try:

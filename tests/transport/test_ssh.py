@@ -25,6 +25,7 @@ from dflashctl.transport import dial, login
 from dflashctl.transport.base import Channel
 from dflashctl.transport.hostkeys import fingerprint, read
 from dflashctl.transport.ssh import SshTransport, _closed_after
+from tests.running import wait_for
 from tests.testhost import FaultyProxy
 from tests.transport.conftest import Server, children, free_port, make_key
 
@@ -434,6 +435,26 @@ def test_a_line_that_dies_while_its_window_is_widened(
         with pytest.raises(ConnectionLostError):
             read_all(channel)
         monkeypatch.undo()
+
+
+def test_a_line_that_dies_while_a_program_is_given_up_prints_nothing(
+    server: Server, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    def die(*_: object) -> None:
+        raise EOFError
+
+    printed: list[object] = []
+    monkeypatch.setattr(threading, "excepthook", printed.append)
+    with SshTransport(server.host()) as ssh:
+        ssh.connect()
+        assert ssh._connection is not None
+        channel = ssh._connection.open_session()
+        with monkeypatch.context() as patch:
+            patch.setattr(ssh._connection, "_send_user_message", die)
+            with _closed_after(channel, 0.0):
+                wait_for(lambda: channel.closed)
+                wait_for(lambda: not any(isinstance(t, threading.Timer) for t in threading.enumerate()))
+    assert printed == []
 
 
 def test_a_cut_while_nothing_is_said(server: Server) -> None:
