@@ -32,6 +32,11 @@ PULSE = 5.0
 """Seconds of silence after which the agent says that it is still there."""
 
 
+IDLE = 60.0
+"""Seconds after which an agent that nobody asks anything says a word: sent to a laptop that vanished, it ends the
+connection, and the agent, after a quarter of an hour (tcp_retries2); TCP's own question comes after two hours."""
+
+
 class Gone(BaseException):
     """stdin ended: whoever asked is no longer there."""
 
@@ -49,9 +54,13 @@ class Input:
             raise Gone
         self.buffer += data
 
-    def line(self):
+    def line(self, idle):
+        """The next line; `idle()` is called each IDLE seconds until it comes."""
         while b"\n" not in self.buffer:
-            self.fill()
+            if select.select([self.fd], [], [], IDLE)[0]:
+                self.fill()
+            else:
+                idle()
         line, _, self.buffer = self.buffer.partition(b"\n")
         return line
 
@@ -129,7 +138,7 @@ class Agent:
     def serve(self):
         self.send({"begin": begin()})
         while True:
-            request = json.loads(self.source.line())
+            request = json.loads(self.source.line(self.pulse))
             if "cancel" not in request:  # one that comes too late names a stream that has ended by itself
                 self.answer(request)
 

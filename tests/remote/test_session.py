@@ -75,6 +75,19 @@ def test_the_agent_dies_when_its_stdin_ends(runner: Runner) -> None:
     wait_for(lambda: not supervisor.alive(pid, ticks))
 
 
+def test_an_agent_that_nobody_asks_anything_says_so(runner: Runner, monkeypatch: pytest.MonkeyPatch) -> None:
+    """Only what is sent to a laptop that vanished tells that it did."""
+    altered = [
+        (name, text.replace("PULSE = 5.0", "PULSE = 0.0").replace("IDLE = 60.0", "IDLE = 0.05"))
+        for name, text in sessions._sources()
+    ]
+    monkeypatch.setattr(sessions, "_sources", lambda: altered)
+    with runner.session() as session:
+        assert session._channel is not None
+        assert b'"pulse"' in session._channel.read(10.0)
+        assert session.call("list")["runs"] == []
+
+
 def test_the_agent_dies_in_the_midst_of_following(runner: Runner) -> None:
     session = runner.session()
     runner.start(session, "a", "import time\ntime.sleep(60)")
