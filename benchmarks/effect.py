@@ -1,10 +1,12 @@
 """What a setting does to a drafter: loss and acceptance of the demo's with and without it, over several seeds.
 
     python benchmarks/effect.py runtime.fp8_target=true --json fp8.json            # needs a GPU with 8-bit products
+    python benchmarks/effect.py runtime.fp8_head=true --pad
     python benchmarks/effect.py train.loss=ce-dpace --seeds 0,1,2,3,4 --jobs 2
 
 Runs of the demo's profile on one device, a target and a drafter, `--jobs` at a time: each seed as the profile has it and with
-the settings named (SECTION.KEY=VALUE, as in TOML; words need no quotes). `--both` changes settings of both sides. The loss
+the settings named (SECTION.KEY=VALUE, as in TOML; words need no quotes). `--both` changes settings of both sides, `--pad` gives
+both a target whose vocabulary is a multiple of 16, as products of the head in 8 bits need it (zeros fill it up). The loss
 is the mean of the last five steps told, the acceptance length that of the run's own evaluation of the trained drafter. The
 figure to look at is the mean of the differences, each between two runs of one seed, beside how far the seeds differ.
 """
@@ -15,6 +17,7 @@ import argparse
 import contextlib
 import json
 import os
+import shutil
 import statistics
 import subprocess
 import sys
@@ -61,6 +64,21 @@ def toml(settings: Settings) -> str:
     for name, values in settings.items():
         lines += [f"[{name}]", *(f"{key} = {json.dumps(value)}" for key, value in values.items())]
     return "\n".join(lines) + "\n"
+
+
+def padded(folder: Path) -> Path:
+    """A copy of the demo's target in `folder` with rows of zeros up to a vocabulary that is a multiple of 16."""
+    from transformers import AutoModelForCausalLM
+
+    source = PROFILE.parent / "target"
+    shutil.copytree(source, folder)
+    model: Any = AutoModelForCausalLM.from_pretrained(source, dtype="auto")
+    rows = model.config.vocab_size
+    model.resize_token_embeddings(rows, pad_to_multiple_of=16, mean_resizing=False)
+    with torch.no_grad():
+        model.get_input_embeddings().weight[rows:] = 0
+    model.save_pretrained(folder)
+    return folder
 
 
 def base(args: argparse.Namespace) -> Settings:
@@ -120,6 +138,9 @@ def main() -> None:
     )
     parser.add_argument("changes", nargs="+", type=setting, metavar="SECTION.KEY=VALUE")
     parser.add_argument("--both", action="append", default=[], type=setting, metavar="SECTION.KEY=VALUE")
+    parser.add_argument(
+        "--pad", action="store_true", help="a target with a vocabulary that is a multiple of 16"
+    )
     parser.add_argument("--seeds", type=lambda text: [int(n) for n in text.split(",")], default=[0, 1, 2])
     parser.add_argument("--steps", type=at_least(1), default=600, help="(default: 600)")
     parser.add_argument("--prompts", type=at_least(1), default=102, help="evaluated (default: 102, all)")
@@ -127,13 +148,15 @@ def main() -> None:
     parser.add_argument("--device", default="cuda:0" if cuda else "cpu")
     parser.add_argument("--json", type=Path, metavar="FILE", help="write everything there, as it comes")
     args = parser.parse_args()
-    settings = base(args)
     report: dict[str, Any] = {
         "changes": {f"{section}.{key}": value for section, key, value in args.changes},
         "device": torch.cuda.get_device_name(args.device) if args.device.startswith("cuda") else "cpu",
         "torch": torch.__version__, "steps": args.steps, "prompts": args.prompts, "runs": [],
     }  # fmt: skip
     with tempfile.TemporaryDirectory() as folder, contextlib.ExitStack() as stack:
+        settings = base(args)
+        if args.pad:
+            settings["target"]["model"] = str(padded(Path(folder) / "target"))
         pool = ThreadPoolExecutor(args.jobs)
         stack.callback(pool.shutdown, cancel_futures=True)
         coming = []

@@ -146,120 +146,95 @@ def run(
 
 SLOW = ("test_train_graphs.py", "test_room.py", "runtime/test_graphs_stress.py")
 """Tests that compile whole runs, each file beside the others."""
-PYTEST = ("-m", "pytest", "-m", "gpu", "-q", "-rfEs", "-s", "-p", "no:cacheprovider", "-p", "no:logging")
-JSON = ("--json", "{output}/{name}.json")
+JSON = "--json {output}/{name}.json"
 
 
 def tests() -> list[Part]:
     """All that are marked `gpu`."""
-    ignored = [f"--ignore=tests/trainer/{name}" for name in SLOW]
-    words = (*PYTEST, "--durations=8", "tests/trainer", "tests/diagnose/test_gpu_failures.py", *ignored)
-    found = [Part(Task("tests-short", words, 300, gib=10), beside=True, show=1800)]
-    for name in SLOW:
-        short = Path(name).stem.removeprefix("test_").replace("_", "-")
-        task = Task(
-            f"tests-{short}", (*PYTEST, f"tests/trainer/{name}"), 300, 6, {"DFLASH_STRESS_STEPS": "2000"}
-        )
-        found.append(Part(task, beside=True, show=900))
+    pytest = "-m pytest -m gpu -q -rfEs -s -p no:cacheprovider -p no:logging"
+    ignored = " ".join(f"--ignore=tests/trainer/{name}" for name in SLOW)
+    short = f"{pytest} --durations=8 tests/trainer tests/diagnose/test_gpu_failures.py {ignored}"
+    found = [Part(task("tests-short", short, 300, gib=10), beside=True, show=1800)]
+    for file in SLOW:
+        name = Path(file).stem.removeprefix("test_").replace("_", "-")
+        steps = {"DFLASH_STRESS_STEPS": "2000"}
+        part = task(f"tests-{name}", f"{pytest} tests/trainer/{file}", 300, gib=6, environment=steps)
+        found.append(Part(part, beside=True, show=900))
     return found
 
 
 def step(shape: str, batches: str, peers: str, gib: float, peers_gib: float) -> Part:
     """The standard table of a shape, beside other trainers."""
-    words = ("benchmarks/train_step.py", "--shape", shape, "--batch", batches)
-    few = ("--steps", "1", "--seconds", "1")
-    own = Task(f"warm-{shape}", (*words, "--variants", "compiled,fp8,fp8-head", *few), 240, gib)
-    others = Task(
-        f"warm-{shape}-peers", (*words, "--variants", "eager", "--peers", peers, *few), 240, peers_gib
-    )
-    variants = ("--variants", "graphs,fp8,fp8-head", "--peers", peers)
-    timed = ("--steps", "20", "--seconds", "4", "--profile", *JSON)
-    task = Task(f"step-{shape}", (*words, *variants, *timed), 240)
-    return Part(task, (own, others) if peers else (own,), show=2400)
+    command = f"benchmarks/train_step.py --shape {shape} --batch {batches}"
+    few, beside = "--steps 1 --seconds 1", f"--peers {peers}" if peers else ""
+    before = [task(f"warm-{shape}", f"{command} --variants compiled,fp8,fp8-head {few}", 240, gib)]
+    if peers:
+        name = f"warm-{shape}-peers"
+        before.append(task(name, f"{command} --variants eager {beside} {few}", 240, peers_gib))
+    timed = f"{command} --variants graphs,fp8,fp8-head {beside} --steps 20 --seconds 4 --profile {JSON}"
+    return Part(task(f"step-{shape}", timed, 240), tuple(before), show=3600)
+
+
+def sizes(around: str, targets: str, seconds: int) -> Part:
+    """A step's cost as its sizes grow; those left out for want of time are told."""
+    command = f"benchmarks/sizes.py --around {around} --targets {targets} --seconds {seconds} {JSON}"
+    return Part(task(f"sizes-{around}", command, seconds + 20), show=2600)
 
 
 def on_gpu(count: int, peers: str) -> list[Part]:
     """The most important first, on so many GPUs."""
     large, small = step("8B", "1,2", peers, 53, 52), step("0.6B", "4,8", peers, 23, 74)
-    start = ("benchmarks/cold_start.py", "--shape", "8B", "--graphs", "--folder", "{scratch}/start")
-    fill = Task("fill-8B", (*start, "--runs", "cold"), 280, 48)
-    plan = ("-m", "trainer", "plan", "--config", "{scratch}/start/train.toml", "--batch", "1,2", *JSON)
-    mixes = ("benchmarks/dataset.py", "--waste", "--timed", "0.6B", "--buckets", "6", *JSON)
-    effect = ("benchmarks/effect.py", "runtime.fp8_target=true", "--jobs", "3")
+    start = "benchmarks/cold_start.py --shape 8B --graphs --folder {scratch}/start --runs"
+    fill = task("fill-8B", f"{start} cold", 280, gib=48)
+    plan = f"-m trainer plan --config {{scratch}}/start/train.toml --batch 1,2 {JSON}"
+    effect = f"benchmarks/effect.py --jobs 3 --pad {JSON} runtime.fp8_target=true"
     parts = [
         *tests(),
         large,
         small,
-        Part(Task("start-warm", (*start, "--runs", "warm", "--steps", "30", *JSON), 120), (fill,), show=600),
-        Part(Task("sizes", ("benchmarks/sizes.py", "--seconds", "480", *JSON), 500), show=3200),
-        Part(Task("host", ("benchmarks/host_cost.py", "--seconds", "0.5", *JSON), 300), show=2000),
-        Part(Task("mixes", mixes, 260), show=1500),
-        Part(Task("fp8", (*effect, *JSON), 280, 8), beside=True, show=700),
-        Part(Task("fp8-head", (*effect, "runtime.fp8_head=true", *JSON), 280, 8), beside=True, show=700),
-        Part(Task("start-cold", (*start, "--runs", "cold", *JSON), 200), show=600),
-        Part(Task("plan", plan, 150), (fill, large.before[0]), show=900),
+        Part(task("start-warm", f"{start} warm --steps 30 {JSON}", 120), (fill,), show=600),
+        sizes("8B", "8B,4B", 460),
+        sizes("0.6B", "0.6B", 260),
+        Part(task("host", f"benchmarks/host_cost.py --seconds 0.5 {JSON}", 300), show=2000),
+        Part(task("mixes", f"benchmarks/dataset.py --waste --timed 0.6B --buckets 6 {JSON}", 260), show=1500),
+        Part(task("fp8", effect, 280, gib=8), beside=True, show=700),
+        Part(task("fp8-head", f"{effect} runtime.fp8_head=true", 280, gib=8), beside=True, show=700),
+        Part(task("start-cold", f"{start} cold {JSON}", 200), show=600),
+        Part(task("plan", plan, 150), (fill, large.before[0]), show=900),
     ]
-    both = ("--targets", "cuda:0,cuda:1", "--drafters", "cuda:0,cuda:1")
-    placements = {"colocated": ("--topology", "colocated")}
+    placements = {"colocated": "--topology colocated"}
     if count > 1:
-        placements["split-on-2"] = ("--targets", "cuda:0", "--drafters", "cuda:1")
-        placements["colocated-on-2"] = (*both, "--topology", "colocated")
+        both = "--targets cuda:0,cuda:1 --drafters cuda:0,cuda:1"
+        placements["split-on-2"] = "--targets cuda:0 --drafters cuda:1"
+        placements["colocated-on-2"] = f"{both} --topology colocated"
     for name, words in placements.items():
-        task = Task(name, (*start, "--runs", "warm", "--steps", "30", *words, *JSON), 150)
-        parts.append(Part(task, (fill,), show=500))
+        parts.append(Part(task(name, f"{start} warm --steps 30 {words} {JSON}", 200), (fill,), show=500))
     return parts
 
 
 def on_cpu() -> list[Part]:
     """The same scripts with tiny shapes, to see that they run."""
-    small = (
-        "--sequence",
-        "64",
-        "--anchors",
-        "6",
-        "--block",
-        "4",
-        "--layers",
-        "1",
-        "--steps",
-        "2",
-        "--seconds",
-        "1",
-    )
-    mixes = (
-        "benchmarks/dataset.py",
-        "--waste",
-        "--timed",
-        "tiny",
-        "--max-length",
-        "64",
-        "--anchors",
-        "8",
-        *JSON,
-    )
-    host = ("benchmarks/host_cost.py", "--shapes", "0.6B", "--threads", "1", "--seconds", "0.1", *JSON)
-    effect = (
-        "benchmarks/effect.py",
-        "train.loss=ce-dpace",
-        "--seeds",
-        "0",
-        "--steps",
-        "2",
-        "--prompts",
-        "1",
-        *JSON,
-    )
-    start = ("benchmarks/cold_start.py", "--folder", "{scratch}/start", "--eager", "--steps", "3", *JSON)
-    plan = ("-m", "trainer", "plan", "--config", "{scratch}/start/train.toml", *JSON)
+    small = "--sequence 64 --anchors 6 --block 4 --layers 1 --steps 2 --seconds 1"
+    mixes = "benchmarks/dataset.py --waste --timed tiny --max-length 64 --anchors 8"
+    host = "benchmarks/host_cost.py --shapes 0.6B --threads 1 --seconds 0.1"
+    effect = "benchmarks/effect.py train.loss=ce-dpace --seeds 0 --steps 2 --prompts 1"
+    start = "benchmarks/cold_start.py --folder {scratch}/start --eager --steps 3"
     return [
-        Part(Task("step", ("benchmarks/train_step.py", *small, *JSON), 120)),
-        Part(Task("sizes", ("benchmarks/sizes.py", "--jobs", "2", *JSON), 240)),
-        Part(Task("host", host, 120)),
-        Part(Task("mixes", mixes, 240)),
-        Part(Task("effect", effect, 240), beside=True),
-        Part(Task("start", start, 240)),
-        Part(Task("plan", plan, 120)),
+        Part(task("step", f"benchmarks/train_step.py {small} {JSON}", 120)),
+        Part(task("sizes", f"benchmarks/sizes.py --jobs 2 {JSON}", 240)),
+        Part(task("host", f"{host} {JSON}", 120)),
+        Part(task("mixes", f"{mixes} {JSON}", 240)),
+        Part(task("effect", f"{effect} {JSON}", 240), beside=True),
+        Part(task("start", f"{start} {JSON}", 240)),
+        Part(task("plan", f"-m trainer plan --config {{scratch}}/start/train.toml {JSON}", 120)),
     ]
+
+
+def task(
+    name: str, command: str, limit: float, gib: float = 0.0, environment: dict[str, str] | None = None
+) -> Task:
+    """Of a command without quotes."""
+    return Task(name, tuple(command.split()), limit, gib, environment or {})
 
 
 def gpus() -> list[float]:

@@ -10,6 +10,7 @@ the target in 8 bits, as `runtime.fp8_target` does), and `fp8-head` (and the hea
 from __future__ import annotations
 
 import argparse
+import functools
 import gc
 import itertools
 import json
@@ -298,9 +299,14 @@ def shares(work: Workload, samples_per_s: float, limit: float) -> dict[str, floa
     return {"useful_tflops": round(rate, 3), "share_of_limit": round(rate / limit, 4)}
 
 
+@functools.cache
+def _target_size(shape: str) -> memory.TargetSize:
+    return memory.TargetSize.of(target_config(shape))
+
+
 def predicted(work: Workload, variant: str, cuda: bool) -> int:
     """Bytes that a variant other than `plain` takes at most, by trainer/memory.py."""
-    size = memory.TargetSize.of(target_config(work.shape))
+    size = _target_size(work.shape)
     shape = memory.Shape(work.batch, work.sequence, work.anchors)
     how = (compute_dtype(cuda).itemsize, variant != "eager", cuda, variant == "fp8-head")
     copy = size.linear if variant in FP8 else 0

@@ -171,8 +171,8 @@ def test_parts_are_chosen_by_name_in_their_order() -> None:
     def names(only: list[str], skip: list[str]) -> list[str]:
         return [part.task.name for part in gpu_report.chosen(parts, only, skip)]
 
-    assert names(["sizes", "step"], []) == ["step-8B", "step-0.6B", "sizes"]
-    assert names(["sizes", "step"], ["step-8B"]) == ["step-0.6B", "sizes"]
+    assert names(["sizes", "step"], []) == ["step-8B", "step-0.6B", "sizes-8B", "sizes-0.6B"]
+    assert names(["sizes", "step"], ["step-8B"]) == ["step-0.6B", "sizes-8B", "sizes-0.6B"]
     assert len(names(["tests"], [])) == 4
     assert set(names([], ["tests"])) == set(names([], [])) - set(names(["tests"], []))
     with pytest.raises(ValueError, match="no part `size`; there are tests-short, "):
