@@ -217,8 +217,10 @@ def main() -> None:
     print(f"reading a batch: {report['reading_us']} us")
     for variant in args.variants:
         for shape in args.shapes:
+            made = time.perf_counter()
             for seat in seats:
                 seat.submit(seat.prepare, variant, shape).result()
+            print(f"{len(seats)} threads ready in {time.perf_counter() - made:.0f} s", flush=True)
             result = _result(seats, variant, shape, args, limit)
             report["results"].append(result)
             print(_line(result), flush=True)
@@ -235,6 +237,7 @@ def _result(
     )
     gpu = args.batch * flops.total / limit / 1e12 * 1e6
     threads = {n: together(seats[:n], "step", args.seconds) for n in args.threads}
+    alone = threads.get(1) or together(seats[:1], "step", args.seconds)
     fed = [n for n in args.threads if threads[n]["issue_us"] <= gpu]
     return {
         "variant": variant,
@@ -244,7 +247,7 @@ def _result(
         "gpu_us": round(gpu, 1),
         "threads": threads,
         "fed": max(fed, default=0),
-        "fed_by_one_threads_cost": round(gpu / together(seats[:1], "step", args.seconds)["issue_us"], 1),
+        "fed_by_one_threads_cost": round(gpu / alone["issue_us"], 1),
     }
 
 
