@@ -12,8 +12,8 @@ from trainer.data.arrangement import arrange
 from trainer.data.batches import BatchPlan
 from trainer.data.dataset import Dataset
 from trainer.data.prepare import describe, prepare_cached
+from trainer.data.prompts import read_prompts
 from trainer.data.tokenizer import is_another, load_tokenizer
-from trainer.evaluate import read_prompts
 from trainer.events import Events
 from trainer.memory import TargetSize
 from trainer.modeling.layout import DrafterConfig
