@@ -3,7 +3,9 @@
 from __future__ import annotations
 
 import argparse
+import errno
 import importlib
+import os
 import sys
 from collections.abc import Sequence
 
@@ -23,7 +25,17 @@ COMPILING = ("train", "plan", "bench")
 
 
 def main(argv: Sequence[str] | None = None) -> int:
-    """Run one subcommand. Returns its exit code; 1 for data or a configuration that can't be used."""
+    """Run one subcommand. Returns its exit code; 1 for data or a configuration that can't be used, or a file that can't be
+    read or written; 130 for Ctrl-C, which may come while PyTorch is imported.
+    """
+    try:
+        return _run(argv)
+    except KeyboardInterrupt:
+        print("interrupted", file=sys.stderr)
+        return 130
+
+
+def _run(argv: Sequence[str] | None) -> int:
     from trainer.config import ConfigError
     from trainer.data.errors import DataError
 
@@ -45,9 +57,13 @@ def main(argv: Sequence[str] | None = None) -> int:
     except (DataError, ConfigError) as error:
         print(f"error: {error}", file=sys.stderr)
         return 1
-    except KeyboardInterrupt:
-        print("interrupted", file=sys.stderr)
-        return 130
+    except OSError as error:
+        full = error.errno in (errno.ENOSPC, errno.EDQUOT)
+        if not (error.filename or full) or os.environ.get("DFLASH_DEBUG") == "1":
+            raise
+        where = f"{error.filename}: " if error.filename else ""
+        print(f"error: {where}{'No space left on device' if full else error.strerror}", file=sys.stderr)
+        return 1
 
 
 if __name__ == "__main__":

@@ -59,6 +59,11 @@ class Clock:
 SLOW = ("plain", "eager")
 """Variants that a CPU measures unasked: two of the others need CUDA, and compiling takes minutes."""
 
+SIZE, TINY_SIZE = (3072, 512), (256, 16)
+"""Tokens and blocks of a row, where none are named: the standard size, and for the shape `tiny` one that a CPU steps in a
+second or two.
+"""
+
 More = Mapping[str, Callable[[Bench], Phases]]
 """Other ways to take a step, by name: other trainers'."""
 
@@ -171,7 +176,10 @@ def add_arguments(parser: argparse.ArgumentParser) -> None:
         help="rows a step; several are tried in turn (default: 1)",
     )
     parser.add_argument(
-        "--sequence", type=at_least(2), default=3072, metavar="N", help="tokens a row (default: 3072)"
+        "--sequence",
+        type=at_least(2),
+        metavar="N",
+        help=f"tokens a row (default: {SIZE[0]}; tiny: {TINY_SIZE[0]})",
     )
     parser.add_argument(
         "--documents",
@@ -181,7 +189,10 @@ def add_arguments(parser: argparse.ArgumentParser) -> None:
         help="samples packed in a row, of one length (default: 1)",
     )
     parser.add_argument(
-        "--anchors", type=at_least(1), default=512, metavar="N", help="blocks a row (default: 512)"
+        "--anchors",
+        type=at_least(1),
+        metavar="N",
+        help=f"blocks a row (default: {SIZE[1]}; tiny: {TINY_SIZE[1]})",
     )
     parser.add_argument(
         "--block", type=at_least(2), default=16, metavar="N", help="tokens a block (default: 16)"
@@ -234,6 +245,8 @@ def _run(args: argparse.Namespace, more: More) -> int:
             return 1
         if variant in CAPTURED:
             graphs.wanted(RuntimeConfig(cuda_graphs="explicit"), torch_device)
+    sequence, anchors = TINY_SIZE if args.shape == "tiny" else SIZE
+    args.sequence, args.anchors = args.sequence or sequence, args.anchors or anchors
     if args.anchors >= args.sequence:
         print(
             f"error: a row of {args.sequence} tokens has no {args.anchors} anchors, at most {args.sequence - 1}",

@@ -1,11 +1,14 @@
 from __future__ import annotations
 
+import errno
+import importlib
 import json
 import subprocess
 import sys
 
 import pytest
 
+from trainer import evaluate
 from trainer.__main__ import COMMANDS, main
 from trainer.runtime import cache
 
@@ -58,9 +61,51 @@ def test_errors_go_to_stderr_and_exit_1(tmp_path, capsys):
     ]
 
 
+CHAT = {"messages": [{"role": "user", "content": "2 + 2?"}, {"role": "assistant", "content": "4"}]}
+
+
+def test_an_output_that_can_not_be_made_is_a_message(tmp_path, capsys):
+    file = tmp_path / "chat.jsonl"
+    file.write_text(json.dumps(CHAT) + "\n")
+    argv = ["--tokenizer", "bundled:tiny/target", "--jobs", "1", "--output", str(file / "out"), str(file)]
+    assert main(["prepare", *argv]) == 1
+    assert capsys.readouterr().err == f"error: {file}: File exists\n"
+
+
+@pytest.mark.parametrize(
+    ("raised", "code", "said"),
+    [
+        (PermissionError(errno.EACCES, "Permission denied", "/out"), 1, "error: /out: Permission denied\n"),
+        (OSError(errno.ENOSPC, "Error writing bytes"), 1, "error: No space left on device\n"),
+        (KeyboardInterrupt(), 130, "interrupted\n"),
+    ],
+)
+def test_what_goes_wrong_outside_is_no_traceback(raised, code, said, monkeypatch, capsys):
+    """Also while the command's module, and PyTorch with it, is imported: that takes seconds."""
+
+    def fails(*_):
+        raise raised
+
+    monkeypatch.setattr(evaluate, "run", fails)
+    assert main(["evaluate", "--target", "a", "--drafter", "b", "--prompts", "c"]) == code
+    assert capsys.readouterr().err == said
+    if code == 130:
+        monkeypatch.setattr(importlib, "import_module", fails)
+        assert main(["evaluate"]) == code
+        assert capsys.readouterr().err == said
+
+
+def test_an_error_of_our_own_keeps_its_traceback(monkeypatch):
+    def fails(*_):
+        raise OSError("the handle is invalid")
+
+    monkeypatch.setattr(evaluate, "run", fails)
+    with pytest.raises(OSError, match="handle"):
+        main(["evaluate", "--target", "a", "--drafter", "b", "--prompts", "c"])
+
+
 def test_prepare_takes_a_bundled_target_and_says_how_to_use_what_it_made(tmp_path, capsys):
-    messages = [{"role": "user", "content": "2 + 2?"}, {"role": "assistant", "content": "4"}]
-    (tmp_path / "chat.jsonl").write_text(json.dumps({"messages": messages}) + "\n")
+    (tmp_path / "chat.jsonl").write_text(json.dumps(CHAT) + "\n")
     out = tmp_path / "out"
     argv = ["prepare", "--tokenizer", "bundled:tiny/target", "--output", str(out), "--jobs", "1"]
     assert main([*argv, str(tmp_path / "chat.jsonl")]) == 0
