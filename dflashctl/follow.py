@@ -8,7 +8,7 @@ import re
 import time
 from collections.abc import Callable, Iterator, Mapping
 from dataclasses import dataclass, field
-from datetime import datetime
+from datetime import datetime, timedelta
 from typing import TYPE_CHECKING, Any
 
 from dflashctl.errors import ContainerError, DflashError, ExitCode, UnreachableError
@@ -74,19 +74,27 @@ class SinceError(DflashError):
 
 
 _AGE = re.compile(r"(?P<n>\d+(?:\.\d+)?)\s*(?P<unit>[smhd]?)")
+_CLOCK = re.compile(r"\d\d:\d\d(:\d\d)?")
 _UNITS = {"": 1.0, "s": 1.0, "m": 60.0, "h": 3600.0, "d": 86400.0}
 
 
-def parse_since(text: str) -> Start:
-    """An age (`90s`, `5m`, `2h`, `1d`) or a time (ISO 8601; this machine's zone unless it names one)."""
-    if found := _AGE.fullmatch(text.strip()):
+def parse_since(text: str, now: datetime | None = None) -> Start:
+    """An age (`90s`, `5m`, `2h`, `1d`) or a time (ISO 8601; this machine's zone unless it names one). A time without a date
+    (`15:54`) is the last one before `now`.
+    """
+    text = text.strip()
+    if found := _AGE.fullmatch(text):
         return Start(ago=float(found["n"]) * _UNITS[found["unit"]])
     try:
-        return Start(since=datetime.fromisoformat(text.strip().replace("Z", "+00:00")).timestamp())
+        if _CLOCK.fullmatch(text):
+            now = now or datetime.now()
+            today = datetime.fromisoformat(f"{now:%Y-%m-%d} {text}")
+            return Start(since=(today if today <= now else today - timedelta(days=1)).timestamp())
+        return Start(since=datetime.fromisoformat(text.replace("Z", "+00:00")).timestamp())
     except ValueError:
         raise SinceError(
             f"can't understand the time {text!r}",
-            hint="write an age (90s, 5m, 2h, 1d) or a time (2026-11-29 15:54)",
+            hint="write an age (90s, 5m, 2h, 1d) or a time (15:54, 2026-11-29 15:54)",
         ) from None
 
 

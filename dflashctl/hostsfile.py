@@ -130,6 +130,7 @@ def _host(source: Source, hosts: Mapping[str, Any], name: str, environ: Mapping[
     table = Table(source, hosts[name], path)
     kind = table.text("kind")
     if kind is None:
+        table.only(*{key for keys in _KEYS.values() for key in keys})  # it may be a slip of the pen
         raise table.error("", f"host {name} has no kind", 'add  kind = "ssh",  "pct"  or  "local"')
     if kind not in _KEYS:
         raise table.error("kind", f"unknown kind {kind!r} of host {name}", 'use  "ssh",  "pct"  or  "local"')

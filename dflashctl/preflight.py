@@ -8,6 +8,7 @@ from typing import TYPE_CHECKING, Any
 
 from dflashctl.config import Host, LocalHost
 from dflashctl.errors import PreflightError
+from dflashctl.words import size
 
 if TYPE_CHECKING:
     from dflashctl.deploy import Release
@@ -104,7 +105,7 @@ def _workspace(facts: Mapping[str, Any], host: Host, label: str) -> list[tuple[s
     if free is not None and free < facts["need_bytes"]:
         return [
             (
-                f"{host.workspace} on {label} has {free:,} bytes free; {facts['need_bytes']:,} are needed",
+                f"{host.workspace} on {label} has {size(free)} free; {size(facts['need_bytes'])} are needed",
                 "free some space there, or set `workspace` of this host to another disk",
             )
         ]

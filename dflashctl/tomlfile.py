@@ -144,9 +144,14 @@ class Table:
             return value
         raise self.error(
             key,
-            f"{'.'.join((*self.path, key))} must be {words}, not {type_name(value)} ({value!r})",
+            f"{'.'.join((*self.path, key))} must be {words}, not {type_name(value)} ({written(value)})",
             f"write {key} as {words}",
         )
+
+
+def written(value: Any) -> str:
+    """A value as it stands in a file, where TOML and Python differ in it."""
+    return str(value).lower() if isinstance(value, bool) else repr(value)
 
 
 def type_name(value: Any) -> str:

@@ -6,6 +6,7 @@ import os
 import signal
 import time
 from collections.abc import Iterator
+from datetime import datetime
 from pathlib import Path
 from typing import Any
 
@@ -388,7 +389,16 @@ def test_parse_since(text: str, start: Start) -> None:
     assert parse_since(text) == start
 
 
-@pytest.mark.parametrize("text", ["", "yesterday", "5 weeks", "-3m", "12:00x"])
+@pytest.mark.parametrize(
+    ("text", "then"),
+    [("15:54", "2026-03-01T15:54"), ("16:00:00", "2026-03-01T16:00"), ("16:01", "2026-02-28T16:01")],
+)
+def test_a_time_without_a_date_is_the_last_one_there_was(text: str, then: str) -> None:
+    now = datetime.fromisoformat("2026-03-01T16:00")
+    assert parse_since(text, now) == Start(since=datetime.fromisoformat(then).timestamp())
+
+
+@pytest.mark.parametrize("text", ["", "yesterday", "5 weeks", "-3m", "12:00x", "25:00"])
 def test_parse_since_refuses(text: str) -> None:
     with pytest.raises(SinceError, match="can't understand the time") as caught:
         parse_since(text)

@@ -103,7 +103,7 @@ def test_all_well() -> None:
         ),
         (
             facts(disk={"free_bytes": 5}),
-            "/workspace on ct200 on pve1 has 5 bytes free; 1,000,000,000 are needed",
+            "/workspace on ct200 on pve1 has 5 B free; 1.0 GB are needed",
         ),
         (
             facts(missing_paths=["/workspace/chat.jsonl"]),
