@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 import argparse
-import errno
 import importlib
 import os
 import sys
@@ -58,11 +57,9 @@ def _run(argv: Sequence[str] | None) -> int:
         print(f"error: {error}", file=sys.stderr)
         return 1
     except OSError as error:
-        full = error.errno in (errno.ENOSPC, errno.EDQUOT)
-        if not (error.filename or full) or os.environ.get("DFLASH_DEBUG") == "1":
+        if not error.filename or os.environ.get("DFLASH_DEBUG") == "1":
             raise
-        where = f"{error.filename}: " if error.filename else ""
-        print(f"error: {where}{'No space left on device' if full else error.strerror}", file=sys.stderr)
+        print(f"error: {error.filename}: {error.strerror}", file=sys.stderr)
         return 1
 
 

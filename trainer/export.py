@@ -122,10 +122,8 @@ def _write(output: Path, tensors: dict[str, Tensor], raw: dict[str, Any]) -> Non
         (scratch / "config.json").write_text(json.dumps(raw, indent=2, sort_keys=True) + "\n", "utf-8")
         scratch.chmod(0o755)
         os.replace(scratch, output)
-    except BaseException as error:
+    except BaseException:
         shutil.rmtree(scratch, ignore_errors=True)
-        if isinstance(error, SafetensorError):  # a full disk, above all
-            raise ModelError(f"{output}: can't be written: {error}") from error
         raise
 
 

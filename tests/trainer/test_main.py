@@ -61,22 +61,10 @@ def test_errors_go_to_stderr_and_exit_1(tmp_path, capsys):
     ]
 
 
-CHAT = {"messages": [{"role": "user", "content": "2 + 2?"}, {"role": "assistant", "content": "4"}]}
-
-
-def test_an_output_that_can_not_be_made_is_a_message(tmp_path, capsys):
-    file = tmp_path / "chat.jsonl"
-    file.write_text(json.dumps(CHAT) + "\n")
-    argv = ["--tokenizer", "bundled:tiny/target", "--jobs", "1", "--output", str(file / "out"), str(file)]
-    assert main(["prepare", *argv]) == 1
-    assert capsys.readouterr().err == f"error: {file}: File exists\n"
-
-
 @pytest.mark.parametrize(
     ("raised", "code", "said"),
     [
         (PermissionError(errno.EACCES, "Permission denied", "/out"), 1, "error: /out: Permission denied\n"),
-        (OSError(errno.ENOSPC, "Error writing bytes"), 1, "error: No space left on device\n"),
         (KeyboardInterrupt(), 130, "interrupted\n"),
     ],
 )
@@ -105,7 +93,8 @@ def test_an_error_of_our_own_keeps_its_traceback(monkeypatch):
 
 
 def test_prepare_takes_a_bundled_target_and_says_how_to_use_what_it_made(tmp_path, capsys):
-    (tmp_path / "chat.jsonl").write_text(json.dumps(CHAT) + "\n")
+    messages = [{"role": "user", "content": "2 + 2?"}, {"role": "assistant", "content": "4"}]
+    (tmp_path / "chat.jsonl").write_text(json.dumps({"messages": messages}) + "\n")
     out = tmp_path / "out"
     argv = ["prepare", "--tokenizer", "bundled:tiny/target", "--output", str(out), "--jobs", "1"]
     assert main([*argv, str(tmp_path / "chat.jsonl")]) == 0
