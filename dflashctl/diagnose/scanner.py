@@ -46,8 +46,8 @@ _ELASTIC_EDGE = re.compile(r"^[=-]{20,}\s*$")
 _ANOMALY = Gated(
     r"(?i)\b(?:error|fatal|failed|failure|abort(?:ed|ing)?|assert(?:ion)?|panic|exception|cannot|unable to|died|crash(?:ed)?)\b"
 )
-_LEVEL_KEYS = ("level", "severity", "levelname", "lvl", "log.level")
-_ERROR_LEVELS = ("error", "err", "fatal", "critical", "panic", "exception")
+_LEVEL_KEYS = ("level", "severity", "levelname", "lvl", "log.level", "priority")
+_ERROR_LEVELS = ("error", "err", "fatal", "critical", "panic", "exception", "0", "1", "2", "3")
 _TEXT_KEYS = (
     "msg",
     "message",
@@ -336,15 +336,22 @@ class Scanner:
         self._match(line, text)
 
     def _structured(self, line: Line, text: str) -> None:
-        """A JSON line: data, unless it says itself that it reports an error; then its texts are read."""
+        """A JSON line: data, unless it says itself what level it has; then its texts are read as a line of that level."""
         try:
             record = json.loads(text)
         except (ValueError, RecursionError):
             return
+        record = {key.lower(): value for key, value in record.items()}
         level = next((str(record[k]).lower() for k in _LEVEL_KEYS if k in record), "")
-        if level not in _ERROR_LEVELS:
+        if not level:
+            if record.get("oomkilled") is True:  # a container's own record
+                self._match(line, text)
             return
         said = [value for key, value in record.items() if key in _TEXT_KEYS and isinstance(value, str)]
+        if level not in _ERROR_LEVELS:
+            for words in said:
+                self._match(replace(line, text=words, level="I"), words)
+            return
         stream = f"json {line.number}"
         parts = [
             Line(line.number, part, part, line.rank, stream, "", False)
