@@ -75,13 +75,13 @@ def test_a_journal_that_hangs_and_one_that_is_not_there(
     tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     """The ring buffer may still tell; where it does not either, why is told and nothing is raised."""
-    monkeypatch.setattr(kernel, "TIMEOUT", 0.2)
     monkeypatch.setenv("PATH", str(tmp_path))
     program(tmp_path / "dmesg", f"echo '{XID}'")
     with LocalTransport() as here:
         assert kernel.read(here, None) == ([XID], "")
         program(tmp_path / "journalctl", "exec /bin/sleep 60")
         (tmp_path / "dmesg").unlink()
+        monkeypatch.setattr(kernel, "TIMEOUT", 0.2)
         assert kernel.read(here, None) == ([], "journalctl did not end within 0.2 s")
 
 

@@ -13,8 +13,9 @@ if TYPE_CHECKING:
     from dflashctl.cli.reach import Place
     from dflashctl.render.runs import HostRuns
 
-PARALLEL = 16
-"""Hosts asked at the same time."""
+PARALLEL = 8
+"""Hosts asked at the same time. Containers may all be behind one sshd, which drops logins at random once 10 are under way
+(MaxStartups)."""
 
 
 def ls(

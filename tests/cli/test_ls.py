@@ -3,9 +3,12 @@
 import json
 import signal
 import socket
+import threading
+import time
 
 import pytest
 
+from dflashctl.cli import ls
 from tests.cli import scripts
 from tests.running import wait_for
 
@@ -63,6 +66,25 @@ def test_ctrl_c_does_not_wait_for_a_host_that_hangs(cli, tmp_path):
     asking.send_signal(signal.SIGINT)
     assert asking.communicate(timeout=20) == ("", "")
     assert asking.returncode == 130
+
+
+def test_many_containers_of_one_host_do_not_knock_at_once(monkeypatch):
+    """An sshd drops logins once 10 of them are under way."""
+    asking, most, lock = 0, 0, threading.Lock()
+
+    def ask(place, limit):
+        nonlocal asking, most
+        with lock:
+            asking += 1
+            most = max(most, asking)
+        time.sleep(0.02)
+        with lock:
+            asking -= 1
+        return place
+
+    monkeypatch.setattr(ls, "ask", ask)
+    assert ls.ask_all(list(range(30)), 1) == list(range(30))
+    assert 1 < most < 10
 
 
 def test_json(cli, started, runner, closed_port):

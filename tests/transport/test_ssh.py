@@ -300,14 +300,17 @@ def test_too_many_keys(make_server: MakeServer, tmp_path: Path) -> None:
     assert "identity_file" in error.hint
 
 
-def test_a_line_that_dies_during_the_login_is_no_refusal(server: Server, client_home: Path) -> None:
+def test_a_line_that_dies_during_the_login_is_no_refusal(
+    server: Server, client_home: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
     """Nor is each further key waited for."""
     for kind in ("ed25519", "ecdsa"):
         make_key(client_home / ".ssh" / f"id_{kind}", kind=kind)
     server.known_hosts.unlink()
+    monkeypatch.setattr(dial, "log_in", lambda *given: login.log_in(*given[:2], 0.5))
     with FaultyProxy(server.port) as proxy:
         question = SshTransport(
-            server.host(port=proxy.port, identity_file=None, connect_timeout=0.6),
+            server.host(port=proxy.port, identity_file=None),
             confirm=lambda _: proxy.stall() is None,
         )
         error = refused(question)
