@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import io
+import os
 import signal
 import subprocess
 import sys
@@ -237,6 +238,23 @@ def test_one_that_is_silent_is_forced_once(
 def test_a_process_without_a_handler_is_left_alone(process: Callable[..., Process]) -> None:
     found, _, why = process("none").dump(0.3)
     assert (found, why) == ([], "it has no handler for SIGUSR2")
+
+
+def test_who_waits_hears_of_us_between_any_two_processes(
+    monkeypatch: pytest.MonkeyPatch, tmp_path: Path
+) -> None:
+    """A py-spy that hangs takes 8 s over each, and after 60 s of silence the connection counts as lost."""
+    own = os.getpid()
+    state = {**supervisor.new_state("a", None), "status": "running", "pid": own, "pgid": own}
+    state["pid_start_ticks"] = supervisor.start_ticks(own)
+    supervisor.write_json(str(tmp_path / "state.json"), state)
+    monkeypatch.setattr(supervisor, "members", lambda *_: {1, 2, 3})
+    monkeypatch.setattr(collecting, "is_python", lambda pid: True)
+    monkeypatch.setattr(collecting, "find_py_spy", lambda pid: "py-spy")
+    heard: list[object] = []
+    monkeypatch.setattr(collecting, "dump_by_py_spy", lambda tool, pid: (heard.append(pid) or "a stack", ""))
+    assert len(collecting.collect(str(tmp_path), lambda _: heard.append("pause"))["dumps"]) == 4
+    assert heard == ["pause", own, "pause", 1, "pause", 2, "pause", 3]
 
 
 def test_a_real_dump_by_py_spy(process: Callable[..., Process]) -> None:

@@ -41,6 +41,7 @@ def collect(folder, pause):
     dumps, unread = [], []
     py_spy = find_py_spy(state["pid"])
     for pid in [p for p in pids if is_python(p)][:PROCESSES]:
+        pause(0)  # py-spy may take its time over each, and who waits must hear of us
         text, why = dump_by_py_spy(py_spy, pid) if py_spy else ("", "py-spy is not installed there")
         by = "py-spy"
         if not text:
