@@ -22,10 +22,12 @@ HASH_LENGTH = 16
 
 @dataclass(frozen=True)
 class Release:
-    """Attributes:
-    hash: hex digits of the SHA-256 of names, modes and contents; the release's name.
-    tar: the stream.
-    sha256: of `tar`.
+    """The trainer's tree at one content, packed.
+
+    Attributes:
+        hash: hex digits of the SHA-256 of names, modes and contents; the release's name.
+        tar: the stream.
+        sha256: of `tar`.
     """
 
     hash: str

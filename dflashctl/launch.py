@@ -27,16 +27,18 @@ STARTING = "starting"
 
 @dataclass(frozen=True)
 class Launched:
-    """Attributes:
-    run_id: None after a dry run.
-    path: the run's folder over there.
-    state: the supervisor's first record; status `exited` when the trainer could not be started.
-    release: content hash of the trainer's tree.
-    deployed: whether it was sent now.
-    facts: the preflight's answer (docs/architecture.md).
-    notes: what a person should know, such as GPUs taken by force.
-    commands: what was run over there, or would be; secrets hidden.
-    reach_seconds, seconds: until the agent answered; in all.
+    """What a launch has found and done.
+
+    Attributes:
+        run_id: None after a dry run.
+        path: the run's folder over there.
+        state: the supervisor's first record; status `exited` when the trainer could not be started.
+        release: content hash of the trainer's tree.
+        deployed: whether it was sent now.
+        facts: the preflight's answer (docs/architecture.md).
+        notes: what a person should know, such as GPUs taken by force.
+        commands: what was run over there, or would be; secrets hidden.
+        reach_seconds, seconds: until the agent answered; in all.
     """
 
     run_id: str | None
@@ -98,7 +100,7 @@ def launch(
     notes = judge(facts, profile, host, session.transport.label, force=force)
     if saved is not None:
         notes = [f"goes on from step {saved:,} of {resume}", *notes]
-    plan = Plan(session, host, profile, release, variables, resume_dir, grace, force)
+    starter = Starter(session, host, profile, release, variables, resume_dir, grace, force)
     run_id, state, deployed = None, {}, False
     first = name or next(runs.candidates(profile.stem, time.time()))
     path = runs.run_dir(host.workspace, first)
@@ -107,7 +109,7 @@ def launch(
             tell(f"sending the trainer ({release.size / 1e6:.1f} MB)")
             deployed = deploy.deploy(session, release)
         tell(STARTING)
-        answer = plan.start(name)
+        answer = starter.start(name)
         run_id, path, state = answer["run_id"], answer["path"], answer["state"]
         if answer["note"]:
             notes = [*notes, answer["note"]]
@@ -120,7 +122,7 @@ def launch(
         profile,
         facts,
         notes,
-        plan.commands(run_id or first, facts),
+        starter.commands(run_id or first, facts),
         session.start_seconds,
         time.monotonic() - begun,
     )
@@ -140,7 +142,7 @@ def _resumed(session: Session, run_id: str) -> tuple[str, int | None]:
 
 
 @dataclass(frozen=True)
-class Plan:
+class Starter:
     """All that starting a run takes, apart from its id."""
 
     session: Session

@@ -16,11 +16,13 @@ GRACE = 60.0
 
 @dataclass(frozen=True)
 class Stopped:
-    """Attributes:
-    state: the supervisor's last record (docs/architecture.md).
-    was_running: False: it had ended before, and nothing was done.
-    killed: it outlived the grace period and was killed.
-    lost: it had vanished without a record (container or host rebooted, supervisor killed).
+    """How a run was stopped.
+
+    Attributes:
+        state: the supervisor's last record (docs/architecture.md).
+        was_running: False: it had ended before, and nothing was done.
+        killed: it outlived the grace period and was killed.
+        lost: it had vanished without a record (container or host rebooted, supervisor killed).
     """
 
     run_id: str
