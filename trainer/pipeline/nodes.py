@@ -73,7 +73,6 @@ class Nodes:
         self._joined = False
         self._aborted = False
         self._word = "lost"  # what `tell` told
-        self._deaf = False  # the store could not be read
         self._pending = 0  # calls that wait for others
         self._changed = threading.Condition()
 
@@ -309,13 +308,14 @@ class Nodes:
         with self._changed:
             self._pending += 1
         threading.Thread(target=run, name="nodes", daemon=True).start()
+        listens = self._joined
         while not outcome:
             with self._changed:
                 self._changed.wait_for(lambda: outcome or self._aborted, HANDLED_EVERY)
             if self._aborted:
                 raise Stopped
-            if not outcome:
-                self._listen()
+            if not outcome and listens:
+                listens = self._listen()
         value, error = outcome[0]
         if isinstance(error, RuntimeError):  # of which those of torch.distributed are kinds
             raise self._lost(error) from error
@@ -323,12 +323,15 @@ class Nodes:
             raise error
         return value
 
-    def _listen(self) -> None:
-        """Raise NodeLost where others have left word: one that waits for this node in a call keeps its sockets open."""
-        words = self._words() if self._joined and not self._deaf else {}
-        self._deaf = words is None  # and not to be asked again
+    def _listen(self) -> bool:
+        """Raise NodeLost where others have left word: one that waits for this node in a call keeps its sockets open.
+
+        Returns whether the store answered: work of this node may have it, which waits for others there.
+        """
+        words = self._words()
         if cause := self._cause(words or {}):
             raise cause
+        return words is not None
 
     def _lost(self, error: RuntimeError) -> NodeLost:
         """What is known of why others are gone: their own words, else the network's."""
