@@ -127,12 +127,15 @@ def _add_file(found: Identities, file: Path, required: bool) -> None:
 
 
 def _held_by_agent(file: Path, agent_keys: list[AgentKey]) -> AgentKey | None:
-    """The agent's key whose public half lies beside `file`: the way to an encrypted key."""
-    try:
-        blob = base64.b64decode(file.with_name(file.name + ".pub").read_text().split()[1])
-    except (OSError, IndexError, ValueError):
-        return None
-    return next((key for key in agent_keys if key.asbytes() == blob), None)
+    """The agent's key whose public half lies beside `file`, or is `file`: the way to an encrypted key, and to one of many."""
+    for public in (file.with_name(file.name + ".pub"), file):
+        try:
+            blob = base64.b64decode(public.read_text().split()[1])
+        except (OSError, IndexError, ValueError):
+            continue
+        if found := next((key for key in agent_keys if key.asbytes() == blob), None):
+            return found
+    return None
 
 
 def log_in(endpoint: Endpoint, connection: Connection, limit: float) -> None:

@@ -279,6 +279,21 @@ def test_an_encrypted_key_that_the_agent_holds(make_server: MakeServer, tmp_path
 
 
 @pytest.mark.usefixtures("agent")
+def test_a_public_key_names_one_of_the_agents_many(make_server: MakeServer, client_home: Path) -> None:
+    """As people do whose agent holds more keys than sshd lets them try."""
+    for number in range(3):
+        add_to_agent(make_key(client_home / f"other{number}"))
+    mine = make_key(client_home / "mine")
+    add_to_agent(mine)
+    mine.unlink()
+    server = make_server(MaxAuthTries="1", AuthorizedKeysFile=f"{mine}.pub")
+    (client_home / ".ssh" / "config").write_text(f"Host *\n  IdentitiesOnly yes\n  IdentityFile {mine}.pub\n")
+    for given in (None, mine.with_suffix(".pub")):
+        with SshTransport(server.host(identity_file=given)) as ssh:
+            ssh.connect()
+
+
+@pytest.mark.usefixtures("agent")
 def test_identities_only_leaves_the_agent_out(server: Server, tmp_path: Path, client_home: Path) -> None:
     add_to_agent(server.key)
     wrong = make_key(tmp_path / "wrong")
