@@ -76,7 +76,7 @@ def ask_all(places: list[Place], limit: int) -> list[HostRuns]:
 def ask(place: Place, limit: int) -> HostRuns:
     """The newest runs of one host, judged; or why it did not answer."""
     from dflashctl.render.runs import HostRuns
-    from dflashctl.snapshot import Snapshot
+    from dflashctl.snapshot import Snapshot, mapping
     from dflashctl.status import judge
 
     try:
@@ -84,6 +84,9 @@ def ask(place: Place, limit: int) -> HostRuns:
             answer = session.call("list", limit=limit)
     except DflashError as error:
         return HostRuns(place.host.name, [], error)
-    shared = {"now": answer["now"], "boot": answer["boot"]}
-    snapshots = [Snapshot.parse({**row, **shared}) for row in answer["runs"]]
+    shared = {"now": answer.get("now"), "boot": answer.get("boot")}
+    rows = answer.get("runs")
+    snapshots = [
+        Snapshot.parse({**mapping(row), **shared}) for row in (rows if isinstance(rows, list) else ())
+    ]
     return HostRuns(place.host.name, [(s, judge(s)) for s in snapshots], None)

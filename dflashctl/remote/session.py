@@ -371,10 +371,11 @@ class Session:
         )
 
     def _answer(self, frame: dict[str, Any]) -> dict[str, Any]:
-        if "error" in frame:
-            error = frame["error"]
-            raise ERRORS.get(error["code"], DflashError)(
-                error["message"], hint=error.get("hint", ""), where=f"on {self.transport.label}"
-            )
-        answer: dict[str, Any] = frame["ok"]
-        return answer
+        error, answer = frame.get("error"), frame.get("ok")
+        if isinstance(answer, dict):
+            return answer
+        if not isinstance(error, dict) or not all(isinstance(value, str) for value in error.values()):
+            raise self._nonsense("sent what is no answer")
+        raise ERRORS.get(error.get("code", ""), DflashError)(
+            error.get("message", ""), hint=error.get("hint", ""), where=f"on {self.transport.label}"
+        )

@@ -10,6 +10,7 @@ import signal
 import threading
 import time
 from pathlib import Path
+from typing import Any
 
 import pytest
 
@@ -99,6 +100,12 @@ def test_nonsense_in_place_of_an_answer(
     session = runner.session(python=tampering(tmp_path, code))
     with pytest.raises(DflashError, match=words):
         session.call("list", timeout=5.0)
+
+
+@pytest.mark.parametrize("frame", [{}, {"ok": 5}, {"error": 5}, {"error": {"code": [], "message": "x"}}])
+def test_an_answer_of_another_shape(runner: Runner, frame: dict[str, Any]) -> None:
+    with pytest.raises(DflashError, match="no answer"):
+        runner.session()._answer(frame)
 
 
 def test_what_takes_long_is_told_apart_from_silence(runner: Runner, monkeypatch: pytest.MonkeyPatch) -> None:

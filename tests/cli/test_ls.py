@@ -68,6 +68,26 @@ def test_ctrl_c_does_not_wait_for_a_host_that_hangs(cli, tmp_path):
     assert asking.returncode == 130
 
 
+def test_a_host_that_answers_nonsense_is_no_harm_to_the_others():
+    answers = [{}, {"runs": 5}, {"now": [], "runs": [5, {"run_id": [], "state": 7}]}]
+
+    class Odd:
+        host = type("Host", (), {"name": "odd"})
+
+        def session(self):
+            return self
+
+        def __enter__(self):
+            return self
+
+        def __exit__(self, *_): ...
+
+        def call(self, *_, **__):
+            return answers.pop()
+
+    assert [len(found.rows) for found in ls.ask_all([Odd()] * 3, 1)] in ([2, 0, 0], [0, 2, 0], [0, 0, 2])
+
+
 def test_many_containers_of_one_host_do_not_knock_at_once(monkeypatch):
     """An sshd drops logins once 10 of them are under way."""
     asking, most, lock = 0, 0, threading.Lock()
