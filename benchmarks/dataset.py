@@ -179,14 +179,26 @@ def ways(mix: Mix, args: argparse.Namespace) -> list[Way]:
     ]  # fmt: skip
 
 
+def work_of(way: Way) -> dict[Point, float]:
+    """Each shape's share of an epoch's useful operations."""
+    work = {p: count * p.work.batch * flops_of(p.work).total for p, count in way.batches.items()}
+    total = sum(work.values())
+    return {point: operations / total for point, operations in work.items()}
+
+
 def speed(mix: Mix, way: Way, milliseconds: dict[Point, float], max_length: int) -> dict[str, float]:
-    """Samples, tokens and blocks a second over an epoch, padding and idle anchors not counted. Raises KeyError for a shape
-    without a time."""
-    seconds = sum(count * milliseconds[point] for point, count in way.batches.items()) / 1000
+    """Samples, tokens and blocks a second over an epoch, padding and idle anchors not counted. Shapes without a time are taken
+    to run as fast as the others do; `timed` is the others' share of the work. Empty where that is less than 0.8."""
+    timed = sum(share for point, share in work_of(way).items() if point in milliseconds)
+    if timed < 0.8:
+        return {}
+    taken = sum(count * milliseconds[p] for p, count in way.batches.items() if p in milliseconds)
+    seconds = taken / 1000 / timed
     return {
         "samples_per_s": round(len(mix.lengths) / seconds, 2),
         "tokens_per_s": round(float(np.minimum(mix.lengths, max_length).sum()) / seconds, 1),
         "blocks_per_s": round((way.waste.anchors - way.waste.idle) / seconds, 1),
+        "timed": round(timed, 3),
     }
 
 
@@ -220,9 +232,8 @@ def show_speed(found: list[tuple[Mix, list[Way]]], args: argparse.Namespace) -> 
     weights: dict[Point, float] = {}
     for _, both in found:
         for way in both:
-            total = sum(count * flops_of(point.work).total for point, count in way.batches.items())
-            for point, count in way.batches.items():
-                weights[point] = max(weights.get(point, 0), count * flops_of(point.work).total / total)
+            for point, share in work_of(way).items():
+                weights[point] = max(weights.get(point, 0.0), share)
     report: dict[str, Any] = {"torch": torch.__version__, "shape": args.timed, "points": [], "mixes": []}
     milliseconds = {}
     for point, result in points.run(sorted(weights, key=lambda p: -weights[p]), args):
@@ -233,15 +244,10 @@ def show_speed(found: list[tuple[Mix, list[Way]]], args: argparse.Namespace) -> 
         print(f"{point}  {result.get('error') or str(result['step_ms']) + ' ms'}", flush=True)
     for mix, both in found:
         for way in both:
-            missing = len(set(way.batches) - set(milliseconds))
-            told = {} if missing else speed(mix, way, milliseconds, args.max_length)
+            told = speed(mix, way, milliseconds, args.max_length)
             report["mixes"].append({"mix": mix.name, "way": way.name, **told})
-            figures = (
-                f"{missing} shapes were not timed"
-                if missing
-                else ", ".join(f"{v:,.1f} {k}" for k, v in told.items())
-            )
-            print(f"{mix.name:<12} {way.name:<24} {figures}", flush=True)
+            figures = ", ".join(f"{value:,.4g} {name}" for name, value in told.items())
+            print(f"{mix.name:<12} {way.name:<24} {figures or 'too few shapes were timed'}", flush=True)
     write_json(args.json, report)
 
 

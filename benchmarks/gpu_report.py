@@ -188,15 +188,16 @@ def on_gpu(count: int, peers: str) -> list[Part]:
     fill = task("fill-8B", f"{start} cold", 280, gib=48)
     plan = f"-m trainer plan --config {{scratch}}/start/train.toml --batch 1,2 {JSON}"
     effect = f"benchmarks/effect.py --jobs 3 --pad {JSON} runtime.fp8_target=true"
+    mixes = "benchmarks/dataset.py --waste --timed 0.6B --buckets 6 --seconds 300"
     parts = [
         *tests(),
         large,
         small,
         Part(task("start-warm", f"{start} warm --steps 30 {JSON}", 120), (fill,), show=600),
-        sizes("8B", "8B,4B", 460),
-        sizes("0.6B", "0.6B", 260),
+        sizes("8B", "8B,4B", 370),
+        sizes("0.6B", "0.6B", 190),
         Part(task("host", f"benchmarks/host_cost.py --seconds 0.5 {JSON}", 300), show=2000),
-        Part(task("mixes", f"benchmarks/dataset.py --waste --timed 0.6B --buckets 6 {JSON}", 260), show=1500),
+        Part(task("mixes", f"{mixes} {JSON}", 320), show=1500),
         Part(task("fp8", effect, 280, gib=8), beside=True, show=700),
         Part(task("fp8-head", f"{effect} runtime.fp8_head=true", 280, gib=8), beside=True, show=700),
         Part(task("start-cold", f"{start} cold {JSON}", 200), show=600),

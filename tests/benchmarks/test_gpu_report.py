@@ -2,8 +2,10 @@
 
 from __future__ import annotations
 
+import argparse
 import json
 import os
+import runpy
 import signal
 import subprocess
 import sys
@@ -181,15 +183,32 @@ def test_parts_are_chosen_by_name_in_their_order() -> None:
     assert before == ["warm-8B", "warm-0.6B", "fill-8B"]
 
 
+class Parsed(Exception):
+    pass
+
+
 @pytest.mark.parametrize(
     "parts", [gpu_report.on_gpu(2, "automodel"), gpu_report.on_cpu()], ids=["gpu", "cpu"]
 )
-def test_commands_name_scripts_that_exist_and_names_are_told_apart(parts: list[Part]) -> None:
+def test_scripts_take_the_words_of_each_command(parts: list[Part], monkeypatch: pytest.MonkeyPatch) -> None:
     every = {*gpu_report.together(parts), *(part.task for part in parts)}
     assert len({task.name for task in every}) == len(every)
+    parse = argparse.ArgumentParser.parse_args
+
+    def parsed(self: argparse.ArgumentParser, args: Any = None, namespace: Any = None) -> None:
+        parse(self, args, namespace)
+        raise Parsed
+
+    monkeypatch.setattr(argparse.ArgumentParser, "parse_args", parsed)
     for task in every:
-        assert task.argv[0] == "-m" or (ROOT / task.argv[0]).exists(), task.argv
-        [word.format(name="n", output="o", scratch="s") for word in task.argv]
+        words = [word.format(name="n", output="o", scratch="s") for word in task.argv]
+        if words[:2] == ["-m", "pytest"]:
+            continue
+        module = words[0] == "-m"
+        monkeypatch.setattr(sys, "argv", words[module:])
+        run, what = (runpy.run_module, words[1]) if module else (runpy.run_path, str(ROOT / words[0]))
+        with pytest.raises(Parsed):
+            run(what, run_name="__main__")
 
 
 def test_every_test_for_a_gpu_is_run_once_and_no_file_without_one() -> None:

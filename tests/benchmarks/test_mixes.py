@@ -65,5 +65,17 @@ def test_speed_is_of_the_whole_epoch_and_counts_no_padding(mix: dataset.Mix) -> 
         assert told["samples_per_s"] == pytest.approx(333 / seconds, abs=0.01)
         assert told["tokens_per_s"] == pytest.approx(np.minimum(mix.lengths, 256).sum() / seconds, abs=0.1)
         assert told["blocks_per_s"] <= way.waste.anchors / seconds
-        with pytest.raises(KeyError):
-            dataset.speed(mix, way, {}, ARGS.max_length)
+        assert told["timed"] == 1
+        assert dataset.speed(mix, way, {}, ARGS.max_length) == {}
+
+
+def test_shapes_without_a_time_run_as_fast_as_the_others(mix: dataset.Mix) -> None:
+    way = dataset.ways(mix, ARGS)[0]
+    shares = dataset.work_of(way)
+    assert sum(shares.values()) == pytest.approx(1)
+    milliseconds = {point: 1e6 * share / way.batches[point] for point, share in shares.items()}
+    whole = dataset.speed(mix, way, milliseconds, ARGS.max_length)
+    least = min(shares, key=shares.__getitem__)
+    del milliseconds[least]
+    part = dataset.speed(mix, way, milliseconds, ARGS.max_length)
+    assert part == {**whole, "timed": pytest.approx(1 - shares[least], abs=1e-3)}
