@@ -748,6 +748,7 @@ def test_a_colocated_worker_that_fails_ends_all(
     )
 
 
+@pytest.mark.usefixtures("_dynamo_alone")
 def test_a_shape_that_was_not_compiled_is_refused_by_name(
     tmp_path: Path, start: Start, monkeypatch: pytest.MonkeyPatch
 ) -> None:
