@@ -54,6 +54,8 @@ class Inputs:
         config = dataclasses.replace(config, data=dataclasses.replace(config.data, packing=packing))
         shape = self._shape(config)
         dataset.refuse_beyond(shape.vocab_size)
+        if said := beyond_positions(int(dataset.lengths.max()), config.data.max_length, shape):
+            print(said, flush=True)
         base = Plan(config, dataset, batches, shape, (), (), first, 0, node=node)
         path = self.path(config.target.model)
         load_target = KeptTargets(
@@ -121,3 +123,14 @@ class Inputs:
         path = self.path(config.target.model)
         tokenizer = load_tokenizer(path) if config.drafter.mask_token_id < 0 else None
         return DrafterConfig.for_target(load_config(path), config.drafter, tokenizer)
+
+
+def beyond_positions(longest: int, max_length: int, shape: DrafterConfig) -> str:
+    """A warning where samples, whose positions begin at 0 in packed rows too, are longer than the target's; or nothing."""
+    longest = min(longest, max_length)
+    if longest <= shape.max_position_embeddings:
+        return ""
+    return (
+        f"Warning: samples of up to {longest:,} tokens go beyond the {shape.max_position_embeddings:,} positions that the "
+        "target was made for: what it computes there is noise to learn. Lower data.max_length"
+    )

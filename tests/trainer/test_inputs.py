@@ -7,10 +7,12 @@ from pathlib import Path
 from types import SimpleNamespace
 from typing import Any
 
+import pytest
+
 from trainer.config import parse
 from trainer.data.tokenizer import load_tokenizer
 from trainer.events import Events
-from trainer.inputs import Inputs
+from trainer.inputs import Inputs, beyond_positions
 
 
 def test_prompts_are_rendered_as_the_data_was(tmp_path: Path) -> None:
@@ -21,3 +23,13 @@ def test_prompts_are_rendered_as_the_data_was(tmp_path: Path) -> None:
     dataset: Any = SimpleNamespace(meta=meta)
     tokenizer = load_tokenizer(inputs.path("bundled:tiny/target"))
     assert [tokenizer.decode(ids) for ids in inputs.prompts(config, dataset)] == ["sort: 3 1 2 9"]
+
+
+@pytest.mark.parametrize(
+    ("longest", "max_length", "told"), [(513, 3072, True), (512, 3072, False), (9999, 512, False)]
+)
+def test_samples_longer_than_the_target_knows_are_told(longest: int, max_length: int, told: bool) -> None:
+    shape: Any = SimpleNamespace(max_position_embeddings=512)
+    said = beyond_positions(longest, max_length, shape)
+    assert bool(said) == told
+    assert not told or "up to 513 tokens go beyond the 512 positions" in said
