@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import shlex
+from pathlib import PurePosixPath
 from typing import Any
 
 from dflashctl.diagnose import Diagnosis
@@ -40,6 +41,16 @@ def _launch(s: Snapshot) -> str:
     elif config and not config.startswith("bundled:"):
         command += f" -c {shlex.quote(config)}"
     return command + (f" -H {shlex.quote(host)}" if host else "")
+
+
+def served(s: Snapshot) -> str:
+    """What a finished run leaves, and the command that makes a drafter for serving of it, typed where it lies."""
+    saved = s.events.newest("checkpoint")
+    step, path = whole(saved.get("step")), text(saved.get("path"))
+    if step is None or not path:
+        return ""
+    run = shlex.quote(str(PurePosixPath(path).parent.parent))
+    return f"Last checkpoint: step {count(step)}.{AFTER_THAT}python -m trainer export --checkpoint {run} --output DIR"
 
 
 def mended(going_on: dict[str, Any], found: Diagnosis) -> dict[str, Any]:

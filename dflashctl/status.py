@@ -16,7 +16,7 @@ from dflashctl.errors import ExitCode
 from dflashctl.failure import behind_stall, explain, in_passing
 from dflashctl.pace import slowed
 from dflashctl.phases import PHASE_WORDS, ladder, phase_of, progress
-from dflashctl.recovery import again, mended
+from dflashctl.recovery import again, mended, served
 from dflashctl.snapshot import Snapshot, State, finite, text, whole
 from dflashctl.verdict import EXIT_GRACE, Verdict
 from dflashctl.vitals import judge_living
@@ -146,7 +146,7 @@ def _exited_zero(s: Snapshot, state: State, phase: str, said: str, after: str, r
     reason = f"in {reason}" if after else reason
     if last is not None:
         reason += f", {progress(last)}"
-    return Verdict.of("finished", phase, reason, notes=unsaid, rests_on=rests)
+    return Verdict.of("finished", phase, reason, notes=unsaid, rests_on=rests, work=served(s))
 
 
 def _gone(s: Snapshot, state: State, now: float, phase: str) -> Verdict | None:
@@ -184,7 +184,9 @@ def _lost(s: Snapshot, phase: str, reason: str, rests: str) -> Verdict:
     """Nothing is left and no exit was recorded; a run that had reported its end did finish."""
     if s.events.newest("end").get("status") == "finished":
         rests = "the trainer's own report; its exit was not recorded"
-        return Verdict.of("finished", phase, "as the trainer reported", notes=(reason,), rests_on=rests)
+        return Verdict.of(
+            "finished", phase, "as the trainer reported", notes=(reason,), rests_on=rests, work=served(s)
+        )
     return Verdict.of("lost", phase, reason, rests_on=rests, **again(s))
 
 

@@ -73,3 +73,14 @@ def test_the_diagnosis_comes_before_going_on():
         "advice": "free memory; or less",
         "work": "not as it is. Last checkpoint: step 5. After that: dflashctl launch --resume a",
     }
+
+
+def test_a_finished_run_says_how_its_drafter_is_served():
+    made = json.loads((LOST.parent / "finished.json").read_text())
+    run = "/home/eve/.local/share/dflashctl/dflash/runs/tiny-1129-1210"
+    command = f"python -m trainer export --checkpoint {run} --output DIR"
+    assert judge(Snapshot.parse(made)).work == f"Last checkpoint: step 1,200. After that: {command}"
+    made["events"]["phases"]["checkpoint"]["path"] = "/a b; id/checkpoints/step-1"
+    assert "--checkpoint '/a b; id' --output DIR" in judge(Snapshot.parse(made)).work
+    del made["events"]["phases"]["checkpoint"]
+    assert judge(Snapshot.parse(made)).work == ""

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import math
 import re
+import sys
 from collections.abc import Sequence
 
 from dflashctl.diagnose import Diagnosis
@@ -109,9 +110,9 @@ def step_line(step: Step) -> str:
 
 
 def field(name: str, value: str, terminal: Terminal, *style: str) -> list[str]:
-    """A named line, its continuation lines below the value."""
+    """A named line, its continuation lines below the value; a command to copy ("then") is never broken."""
     lead = f"{name:<8}  "
-    lines = wrap(harmless(value), terminal.columns, INDENT, lead)
+    lines = wrap(harmless(value), sys.maxsize if name == "then" else terminal.columns, INDENT, lead)
     lines[0] = terminal.style(name, *(style or ("bold",))) + lines[0][len(name) :]
     return lines
 
