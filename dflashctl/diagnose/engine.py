@@ -2,7 +2,7 @@
 
 Rules, in the order they are applied:
 
-1. What stands before the last run banner is history (structure.py drops it).
+1. What stands before the last run banner is history (scanner.py drops it).
 2. What the run survived does not count: the program says so beside the error, or steps go on after it.
 3. Of what remains the lowest tier wins (signatures.toml: hardware, killed for memory, CUDA memory, ordinary roots, NCCL,
    watchdog, launcher), then the earliest line. Everything later is a cascade.
@@ -12,7 +12,6 @@ Rules, in the order they are applied:
 from __future__ import annotations
 
 import itertools
-import re
 import statistics
 from collections.abc import Iterable, Mapping, Sequence
 from dataclasses import replace
@@ -23,6 +22,7 @@ from dflashctl.diagnose import signatures as sig
 from dflashctl.diagnose.model import STOPPED_BY_US, Confidence, Diagnosis, Place, VerdictName
 from dflashctl.diagnose.scanner import Scanner
 from dflashctl.diagnose.tracebacks import Finding
+from dflashctl.diagnose.weighing import Weights
 
 STALL_FLOOR_S = 300.0
 """Silence shorter than this is never called a stall, unless the facts bring the run's own window (`stall_after_s`)."""
@@ -30,17 +30,10 @@ STALL_STEPS = 10
 """Silence of this many of the run's own log intervals is a stall."""
 STALL_UNKNOWN_S = 600.0
 """Silence that is a stall where the log tells no interval."""
-SURVIVED_STEPS = 3
-"""Progress lines after an error from which it is taken as survived in a run that has ended since."""
-RESTARTED_STEPS = 30
-"""The same where a rank's own process had ended: other ranks do not get that far without it."""
 NONFINITE_STEPS = 3
 """Progress lines in a row with a loss or norm that is not finite, from which it counts: one alone is skipped by scalers."""
-CLOCK_SKEW_S = 2.0
-"""Hosts' clocks may differ by this much: a smaller difference between two files decides nothing."""
 DISK_FULL = 1 << 20
 """Bytes free from which on down a silent death is put down to the disk."""
-_GPU_WORDS = re.compile(r"(?i)\bcuda\b|\bgpus?\b|nvidia")
 _SIGNALS = {
     "SIGKILL": 137,
     "SIGSEGV": 139,
@@ -88,15 +81,13 @@ class _Case:
     ) -> None:
         self.scanners = scanners
         self.main = max(scanners, key=lambda s: (s.progress_line > 0, s.time or 0.0, -scanners.index(s)))
-        self.findings = [f for s in scanners for f in s.findings]
         self.nonfinite = next((s.nonfinite for s in scanners if s.nonfinite_steps >= NONFINITE_STEPS), None)
         self.progress = sum(s.progress for s in scanners)
         self.facts = facts
         self.signatures = signatures
-        self.fired: list[str] = []
-        self.why = ""  # the root won
         self.code = self._code()
         self.alive = facts.get("process_alive")
+        self.weights = Weights(scanners, self.code, self.signatures)
         self.torch = next((s.torch for s in scanners if s.torch), "")
 
     def _code(self) -> int | None:
@@ -114,11 +105,11 @@ class _Case:
         if self.alive is True:
             return self._living()
         asked = bool(self.facts.get("stop_requested")) and self.code in (143, 137, 130, 0, 128, None)
-        if asked and not (self.code == 0 and self._finished()):
+        if asked and not (self.code == 0 and self.weights.finished()):
             return self._stopped()
         if self.code == 0:
             return self._say("finished", None)
-        if self.code is None and (self.alive is None or self._finished()):
+        if self.code is None and (self.alive is None or self.weights.finished()):
             return self._unmeasured()
         return self._dead()
 
@@ -126,16 +117,18 @@ class _Case:
         """It was told to stop: nothing is wrong where a person asked for that."""
         if self.facts.get("stopped_by") in (None, "", STOPPED_BY_US):
             return self._say("stopped", None)
-        return self._say("stopped", self._by_code("preempted-sigterm"), others=self._kept(living=False))
+        return self._say(
+            "stopped", self._by_code("preempted-sigterm"), others=self.weights.kept(living=False)
+        )
 
     def _living(self) -> Diagnosis:
         silent = self.facts.get("seconds_since_last_line")
         stalled = isinstance(silent, (int, float)) and silent > self._patience()
         deaths = self._deaths()
         if deaths:
-            others = [*deaths, *self._kept(living=True)]
+            others = [*deaths, *self.weights.kept(living=True)]
             return self._say("stalled" if stalled else "degraded", _dead_thread(deaths[0]), others=others)
-        kept = self._kept(living=True)
+        kept = self.weights.kept(living=True)
         if stalled:
             return self._stalled(kept)
         if self.nonfinite is not None:
@@ -144,26 +137,26 @@ class _Case:
         if hardware:
             return self._say("degraded", hardware[0], others=kept)
         idle = self._idle_gpu()
-        lost = [f for f in self.findings if f.kind == "exception" and not (f.survived or f.weak)]
+        lost = [f for f in self.weights.findings if f.kind == "exception" and not (f.survived or f.weak)]
         if idle and lost:
-            return self._say("degraded", self._root(lost), others=lost, confidence="likely")
+            return self._say("degraded", self.weights.root(lost), others=lost, confidence="likely")
         late = [f for f in kept if f.kind in ("exception", "thread") and not f.weak and f.role == "root"]
         if late and isinstance(silent, (int, float)) and silent > 60:
-            return self._say("degraded", self._root(late), others=kept, confidence="likely")
+            return self._say("degraded", self.weights.root(late), others=kept, confidence="likely")
         return self._say("healthy" if self.progress else "warming", None)
 
     def _deaths(self) -> list[Finding]:
         """Threads that died of an exception, one the run says nothing about."""
         return [
             f
-            for f in self.findings
-            if f.kind == "thread" and f.thread and not (f.survived or self._after_finish(f))
+            for f in self.weights.findings
+            if f.kind == "thread" and f.thread and not (f.survived or self.weights.after_finish(f))
         ]
 
     def _stalled(self, kept: list[Finding]) -> Diagnosis:
         roots = [f for f in kept if not f.weak]
         if roots:
-            return self._say("stalled", self._root(roots), others=kept, confidence="likely")
+            return self._say("stalled", self.weights.root(roots), others=kept, confidence="likely")
         s = self.main
         line, text = (s.progress_line, s.progress_text) if s.progress_line else (s.last_line, s.last_text)
         cls = "hang-no-output"
@@ -199,14 +192,14 @@ class _Case:
         return bool(self.main.compile_line and isinstance(cpu, (int, float)) and cpu > 50)
 
     def _dead(self) -> Diagnosis:
-        kept = self._kept(living=False)
+        kept = self.weights.kept(living=False)
         oom = self.facts.get("oom_kills")
         if isinstance(oom, int) and oom > 0 and self.code in (137, 1, None):
             named = [f for f in kept if f.cls in ("cgroup-oom", "host-oom-kill")]
             finding = named[0] if named else self._by_code("cgroup-oom")
             finding.cls = "cgroup-oom"
             return self._say("failed", finding, others=kept)
-        root = self._root(kept)
+        root = self.weights.root(kept)
         if oom == 0 and self.code == 137 and (root is None or _unsure(root)):
             return self._say("failed", self._by_code("killed"), others=kept)
         if root is None or (root.weak and root.role == "cascade"):
@@ -221,16 +214,16 @@ class _Case:
 
     def _unmeasured(self) -> Diagnosis:
         """No facts: only what the log itself proves."""
-        kept = self._kept(living=False)
+        kept = self.weights.kept(living=False)
         if all(f.steps for f in kept):
             kept = []  # it went on after each of them, and no end is in sight
-        if self._finished() and all(self._before_finish(f) for f in kept):
+        if self.weights.finished() and all(self.weights.before_finish(f) for f in kept):
             return self._say("finished", None, confidence="likely")
-        deaths = [] if kept or self._finished() else self._deaths()
+        deaths = [] if kept or self.weights.finished() else self._deaths()
         if deaths:
             return self._say("degraded", _dead_thread(deaths[0]), others=deaths, confidence="likely")
         proven = [f for f in kept if not f.weak or (f.kind == "exception" and f.top_level)]
-        root = self._root([f for f in proven if f.cls != "user-exception" or _is_told(f)])
+        root = self.weights.root([f for f in proven if f.cls != "user-exception" or _is_told(f)])
         if root is not None:
             group = self.signatures.by_name[root.cls].group if root.cls in self.signatures.by_name else ""
             return self._say(
@@ -240,140 +233,16 @@ class _Case:
             return self._say("degraded", self.nonfinite, confidence="likely")
         return self._say("healthy" if self.progress else "warming", None, confidence="guess")
 
-    # ---------------------------------------------------------------- weighing
-
-    def _finished(self) -> bool:
-        return any(s.finish_line and s.progress == s.finish_at for s in self.scanners)
-
-    def _before_finish(self, f: Finding) -> bool:
-        return any(s.file == f.file and 0 < f.line < s.finish_line for s in self.scanners)
-
-    def _after_finish(self, f: Finding) -> bool:
-        return any(s.file == f.file and 0 < s.finish_line < f.line for s in self.scanners)
-
-    def _kept(self, *, living: bool) -> list[Finding]:
-        """Findings that the run did not survive."""
-        kept = []
-        for f in self.findings:
-            if f.kind == "hint":
-                continue
-            if f.survived and (living or f.steps):
-                self._note(f, f"survived, the log says: {f.survived.strip()[:80]}")
-            elif (living and f.steps and f.tier > 1) or (not living and self._outlived(f)):
-                self._note(f, f"survived: {f.steps} steps after it")
-            elif self._after_finish(f) and not living and self.code in (0, None):
-                self._note(f, "after the run had finished")
-            else:
-                kept.append(f)
-        return kept
-
-    def _outlived(self, f: Finding) -> bool:
-        """In a run that has ended: whether it went on long enough after the error; longer where a rank itself had ended."""
-        if f.tier == 2:
-            lost = self.signatures.by_name[f.cls].group == "driver" and not self._plain_error_after(f)
-            return f.steps >= RESTARTED_STEPS and not lost
-        final = f.top_level and f.rank is not None
-        return f.steps >= (RESTARTED_STEPS if final else SURVIVED_STEPS) and f.tier > 2
-
-    def _root(self, kept: list[Finding]) -> Finding | None:
-        if not kept:
-            return None
-        ranked = sorted(kept, key=self._weight)
-        first = self._by_clock([f for f in ranked if self._weight(f)[0] == self._weight(ranked[0])[0]])
-        ranked = [first, *(f for f in ranked if f is not first)]
-        if ranked[0].cls == "host-oom-kill":
-            # the same kill, seen by the shell and told more exactly by the cgroup
-            ranked.sort(key=lambda f: f.cls != "cgroup-oom")
-        if (
-            self.signatures.by_name[ranked[0].cls].group == "interruption"
-            and " DUE TO " not in ranked[0].text
-        ):
-            # a stop that was announced, and told more exactly by the exception it raised
-            told = (ranked[0].cls, "exception")
-            ranked.sort(key=lambda f: (f.cls, f.kind) != told)
-        for f in ranked[1:]:
-            self._note(f, f"a consequence or weaker evidence than line {ranked[0].line}")
-        equals = sum(self._weight(f)[0] == self._weight(ranked[0])[0] for f in ranked)
-        self.why = (
-            f", the earliest of {equals} of its weight"
-            if equals > 1
-            else f", it outweighs {'the other' if len(ranked) == 2 else 'all others'}"
-            if len(ranked) > 1
-            else ", nothing else counts"
-        )
-        return self._hinted(ranked[0])
-
-    def _by_clock(self, equals: list[Finding]) -> Finding:
-        """Of roots of equal weight in several files the earliest, where every one carries a time and clocks can tell."""
-        first = equals[0]
-        timed = [(f.time, f) for f in equals if f.time is not None]
-        if len({f.file for f in equals}) < 2 or len(timed) < len(equals):
-            return first
-        time, earliest = min(timed, key=lambda item: item[0])
-        if (first.time or 0.0) - time > CLOCK_SKEW_S:
-            return earliest
-        if earliest is not first and earliest.file != first.file:
-            self._note(
-                earliest,
-                f"within {CLOCK_SKEW_S:g} s of line {first.line} of {first.file}: clocks can't decide",
-            )
-        return first
-
-    def _hinted(self, root: Finding) -> Finding:
-        """A warning before an exception that speaks of the GPU, and says no more, is the better root."""
-        if root.cls not in ("user-exception", "no-nvidia-driver") or not _GPU_WORDS.search(root.text):
-            return root
-        hints = [f for f in self.findings if f.kind == "hint" and f.file == root.file and f.line < root.line]
-        if not hints or hints[-1].cls == root.cls:
-            return root
-        self._note(root, f"the warning in line {hints[-1].line} explains it")
-        return hints[-1]
-
-    def _weight(self, f: Finding) -> tuple[float, int, int]:
-        tier = float(f.tier)
-        if f.cls == "interrupted-by-user" and self.code == 130:
-            tier = 2
-        if f.cls == "host-oom-kill" and "exitcode" in f.text and self._explained(f):
-            tier = 5  # a launcher's -9 after a Python error is its own kill
-        if f.cls == "preempted-sigterm" and not f.weak and self._follows_error(f):
-            tier = 5  # it was ended because of that error
-        if f.weak:
-            tier += 3.5
-        if f.survived:
-            tier += 2
-        return tier, f.order, f.line
-
-    def _explained(self, f: Finding) -> bool:
-        return any(_is_cause(o) and o.line < f.line for o in self.findings)
+    # ---------------------------------------------------------------- what only the exit tells
 
     def _disk_full(self) -> bool:
         """Whether nothing more could be written where the log is: the error itself may be what was not."""
         free = self.facts.get("disk_free_bytes")
         return isinstance(free, (int, float)) and free < DISK_FULL
 
-    def _follows_error(self, f: Finding) -> bool:
-        """Whether a signal came to a run in which an error had ended a rank before, unannounced by an earlier signal."""
-        before = [o for o in self.findings if o.file == f.file and o.line < f.line]
-        signalled = min((o.line for o in before if o.cls == f.cls), default=f.line)
-        return any(
-            _is_cause(o) and o.line < signalled and f.progress_at - o.progress_at < SURVIVED_STEPS
-            for o in before
-        )
-
-    def _plain_error_after(self, f: Finding) -> bool:
-        """Whether an error that does not speak of GPUs stands later in the same log."""
-        return any(
-            _is_cause(o)
-            and o.cls == "user-exception"
-            and o.file == f.file
-            and o.line > f.line
-            and not _GPU_WORDS.search(o.text)
-            for o in self.findings
-        )
-
     def _by_code(self, cls: str) -> Finding:
-        self.why = ", by the exit record and the facts"
-        for f in self.findings:
+        self.weights.why = ", by the exit record and the facts"
+        for f in self.weights.findings:
             if cls == "unknown" and not f.survived:
                 return Finding("unknown", 9, "root", f.line, f.text, f.line, "line", f.rank, file=f.file)
         s = self.main
@@ -392,9 +261,6 @@ class _Case:
         }.get(self.code or 0)
         return self._by_code(cls) if cls else None
 
-    def _note(self, f: Finding, why: str) -> None:
-        self.fired.append(f"line {f.line}: {f.cls} (tier {f.tier}, {f.kind}): {why}")
-
     # ---------------------------------------------------------------- wording
 
     def _say(
@@ -405,14 +271,16 @@ class _Case:
         confidence: Confidence | None = None,
     ) -> Diagnosis:
         if f is None:
-            return Diagnosis(verdict, confidence=confidence or "certain", fired=tuple(self.fired))
+            return Diagnosis(verdict, confidence=confidence or "certain", fired=tuple(self.weights.fired))
         s = self.signatures.by_name.get(f.cls)
         values = wording.Values(f, self.torch)
         title = s.title if s else "the cause is not known; the first anomaly is shown"
         later = [o for o in others if o is not f and (o.file != f.file or o.line > f.line)]
         if confidence is None:
             confidence = "likely" if _unsure(f) else "certain"
-        self.fired.append(f"line {f.line}: {f.cls} (tier {f.tier}, {f.kind}): the root{self.why}")
+        self.weights.fired.append(
+            f"line {f.line}: {f.cls} (tier {f.tier}, {f.kind}): the root{self.weights.why}"
+        )
         return Diagnosis(
             verdict,
             s.class_ if s else f.cls,
@@ -429,7 +297,7 @@ class _Case:
             s.cause.format_map(values) if s else "",
             tuple(a.format_map(values) for a in s.advice) if s else ("read the lines above the root line",),
             s.retry if s else "once",
-            fired=tuple(self.fired),
+            fired=tuple(self.weights.fired),
             rule=f.cls if s and s.class_ != f.cls else "",
         )
 
@@ -442,11 +310,6 @@ def _dead_thread(f: Finding) -> Finding:
 def _is_told(f: Finding) -> bool:
     """Whether a traceback tells of it: the name of an exception alone may be any program's, a logged one was caught."""
     return not f.survived and (f.top_level or f.start < f.line)
-
-
-def _is_cause(f: Finding) -> bool:
-    """Whether it is an exception that may be a root, of which the log does not say that it was survived."""
-    return f.kind == "exception" and f.role == "root" and not (f.weak or f.survived)
 
 
 def _unsure(f: Finding) -> bool:

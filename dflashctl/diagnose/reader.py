@@ -9,7 +9,8 @@ from functools import lru_cache
 from itertools import repeat
 
 from dflashctl.diagnose import lines as ln
-from dflashctl.diagnose.scanner import Scanner, opens_something
+from dflashctl.diagnose.phrases import opens_something
+from dflashctl.diagnose.scanner import Scanner
 from dflashctl.diagnose.sieve import Sieve
 from dflashctl.diagnose.signatures import Signatures
 

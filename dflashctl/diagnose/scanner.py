@@ -3,64 +3,15 @@ reports (`Exception ignored in`) is marked or dropped here; engine.py weighs the
 
 from __future__ import annotations
 
-import json
 import re
 from collections import deque
 from dataclasses import replace
 
 from dflashctl.diagnose import lines as ln
+from dflashctl.diagnose import phrases, records
 from dflashctl.diagnose.lines import Line
-from dflashctl.diagnose.literals import Gated
 from dflashctl.diagnose.signatures import Pattern, Signature, Signatures
 from dflashctl.diagnose.tracebacks import CHAIN, HEADER, Finding, Traceback, exception_type, is_header
-
-_THREAD = re.compile(r"^Exception in thread (?P<thread>.{1,200}?)(?: \(.*\))?:\s*$")
-_IGNORED = re.compile(
-    r"^(?:Exception ignored (?:in|on|while)\b|Error in atexit\._run_exitfuncs|Error in sys\.excepthook)"
-)
-_SURVIVED = Gated(
-    r"(?i)\b(?:trying(?! to\b)|retry(?:ing)?|retries|skip(?:s|ped|ping)?|ignor(?:ed?|ing)|recover(?:ed|ing|s)?|restart(?:ed|ing)"
-    r"|fall(?:ing|s)? ?back|fallback|continu(?:e|es|ed|ing)|caught|handled|non-fatal|reduc(?:ed|ing)|resum(?:ed|ing)"
-    r"|not critical|halv(?:ed|ing)|respawn(?:ed|ing)?|requeu(?:ed|eing)|will be (?:replaced|disabled)|disabl(?:ed|ing))\b"
-)
-_NOT_SURVIVED = Gated(
-    r"(?i)\b(?:giving up|gave up|no more retries|retries exhausted|after \d+ (?:retries|attempts)"
-    r"|cannot|can't|unable to|failed to)\b"
-)
-_QUOTE_OPEN = re.compile(
-    r"(?i)^[^\w\s]{2,}\s*(?:\w+\s){0,2}?(?:sample|generation|generated|completion|prompt|response|output|example|rollout)s?\b"
-)
-_QUOTE_CLOSE = re.compile(r"(?i)^[^\w\s]{2,}\s*(?:end\b|/?(?:sample|generation|completion|prompt|response))")
-_TURN = re.compile(r"^<\|?/?(?:user|assistant|system|im_start|im_end)\b")
-_NATIVE = Gated(
-    r"^\s*what\(\):\s+|\bwatchdog thread terminated with exception: "
-    r"|^(?:\w{1,20} )?CUDA (?:error|Error|ERROR|failure)(?: at [^:]{1,200}:\d{1,6})?(?: \d{1,4})?:? |^GPUassert: "
-    r"|^Error (?=.{1,200} at line \d{1,6} in file )"
-)
-"""What stands before the message of a C++ exception, or before CUDA's words where C prints them."""
-_LOGGED = re.compile(r"[\w)][\]:|>-]\s*$|\d\s+$|\b(?:DEBUG|INFO|WARN(?:ING)?|ERROR|CRITICAL|FATAL)\s+$")
-"""How the head that a logger puts before a line ends."""
-_ELASTIC_ROOT = re.compile(r"^Root Cause \(first observed failure\):")
-_ELASTIC_KEYS = ("time  ", "host  ", "rank  ", "exitcode ", "error_file:", "traceback :")
-_ELASTIC_EDGE = re.compile(r"^[=-]{20,}\s*$")
-_ANOMALY = Gated(
-    r"(?i)\b(?:error|fatal|failed|failure|abort(?:ed|ing)?|assert(?:ion)?|panic|exception|cannot|unable to|died|crash(?:ed)?)\b"
-)
-_LEVEL_KEYS = ("level", "severity", "levelname", "lvl", "log.level", "priority")
-_ERROR_LEVELS = ("error", "err", "fatal", "critical", "panic", "exception", "0", "1", "2", "3")
-_TEXT_KEYS = (
-    "msg",
-    "message",
-    "error",
-    "exception",
-    "traceback",
-    "exc_info",
-    "stack",
-    "stack_trace",
-    "event",
-    "detail",
-)
-_TORCH = Gated(r"\btorch[ =:]+v?(\d+\.\d+(?:\.\d+)?)")
 
 QUOTE_LIMIT = 400
 """Lines after which an unclosed quotation is taken to have ended."""
@@ -69,21 +20,13 @@ STRUCTURED = 400
 FORGOTTEN = 100
 """Lines of others after which a traceback has ended, whether its own rank said something or not."""
 LEAD = 200
-"""Characters of such a head at most."""
+"""Characters of the head that a logger puts before a line, at most."""
 NEAR = 3
 """Lines within which a word about the error that follows is looked for."""
 STREAMS = 2048
 """Ranks and processes that are followed at once."""
 FINDINGS = 2000
 """Findings kept of one log; a log that repeats itself adds none that matter."""
-HINTS = (
-    "Search for `",
-    "CUDA kernel errors might be",
-    "For debugging consider passing",
-    "Compile with `TORCH_USE",
-    "Set TORCHDYNAMO_VERBOSE",
-)
-"""Hints that libraries print beside an error: they say nothing of their own."""
 
 
 class Scanner:
@@ -174,13 +117,13 @@ class Scanner:
     def _in_quote(self, line: Line) -> bool:
         if self._quote:
             self._quote -= 1
-            if _QUOTE_CLOSE.match(line.text) and self._quote < QUOTE_LIMIT - 1:
+            if phrases.QUOTE_CLOSE.match(line.text) and self._quote < QUOTE_LIMIT - 1:
                 self._quote = 0
-            elif ln.is_progress(line.text) and not _TURN.match(line.text):
+            elif ln.is_progress(line.text) and not phrases.TURN.match(line.text):
                 self._quote = 0
                 return False
             return True
-        if _QUOTE_OPEN.match(line.text) or _TURN.match(line.text):
+        if phrases.QUOTE_OPEN.match(line.text) or phrases.TURN.match(line.text):
             self._quote = QUOTE_LIMIT
             return True
         return False
@@ -190,7 +133,12 @@ class Scanner:
     def _unled(self, line: Line) -> Line:
         """Without the head that some loggers put before every line of a traceback, learnt from its first line."""
         at = line.raw.find(HEADER)
-        if 0 < at <= LEAD and not line.bar and _LOGGED.search(line.raw[:at]) and not ln.is_data(line.text):
+        if (
+            0 < at <= LEAD
+            and not line.bar
+            and phrases.LOGGED.search(line.raw[:at])
+            and not ln.is_data(line.text)
+        ):
             lead = re.escape(line.raw[:at])
             self._leads[line.stream] = re.compile(re.sub(r"\d+", r"\\d+", lead))
             return replace(line, text=line.raw[at:])
@@ -236,7 +184,7 @@ class Scanner:
             previous
             and near
             and not previous.glog
-            and (previous.level == "W" or (not previous.level and _says_survived(previous.text)))
+            and (previous.level == "W" or (not previous.level and phrases.says_survived(previous.text)))
         ):
             excuse = previous.text
         block = Traceback(
@@ -273,20 +221,20 @@ class Scanner:
             or line.glog
             or line.level
             or ln.is_progress(text)
-            or _THREAD.match(text)
-            or _IGNORED.match(text)
-            or _ELASTIC_EDGE.match(text)
+            or phrases.THREAD.match(text)
+            or phrases.IGNORED.match(text)
+            or phrases.ELASTIC_EDGE.match(text)
         ):
             self._end(block, line)
             return False
-        if not block.survived and not text[:1].isspace() and _says_survived(text):
+        if not block.survived and not text[:1].isspace() and phrases.says_survived(text):
             block.survived = text
         # further lines of the message are still looked at for what they say of the library beneath
         return not self._signatures.match(text, "line", "warn")
 
     def _end(self, block: Traceback, line: Line | None = None) -> None:
         self._blocks.pop(block.stream, None)
-        if line is not None and not block.survived and _excused(line):
+        if line is not None and not block.survived and phrases.excused(line):
             block.survived = line.text
         finding = block.finding(self._signatures)
         if finding is not None:
@@ -304,11 +252,11 @@ class Scanner:
     def _loose(self, line: Line, text: str) -> None:
         if not text.strip():
             return
-        found = _THREAD.match(text)
+        found = phrases.THREAD.match(text)
         if found:
             self._thread[line.stream] = (text[len("Exception in thread ") :].rstrip(": "), line.number)
             return
-        if _IGNORED.match(text):
+        if phrases.IGNORED.match(text):
             self._ignored_next[line.stream] = True
             if ln.is_compile(text):
                 self.compile_line = (line.number, text)
@@ -327,30 +275,20 @@ class Scanner:
             return
         if self._report(line, text):
             return
-        text = _unframed(text)
+        text = phrases.unframed(text)
         if ln.is_compile(text) and line.level not in ("W", "E", "F"):
             self.compile_line = (line.number, text)
         if "torch" in text and not self.torch:
-            version = _TORCH.search(text)
+            version = phrases.TORCH.search(text)
             self.torch = version.group(1) if version else ""
         self._match(line, text)
 
     def _structured(self, line: Line, text: str) -> None:
         """A JSON line: data, unless it says itself what level it has; then its texts are read as a line of that level."""
-        try:
-            record = json.loads(text)
-        except (ValueError, RecursionError):
-            return
-        record = {key.lower(): value for key, value in record.items()}
-        level = next((str(record[k]).lower() for k in _LEVEL_KEYS if k in record), "")
-        if not level:
-            if record.get("oomkilled") is True:  # a container's own record
-                self._match(line, text)
-            return
-        said = [value for key, value in record.items() if key in _TEXT_KEYS and isinstance(value, str)]
-        if level not in _ERROR_LEVELS:
+        level, said = records.read(text)
+        if level != "E":
             for words in said:
-                self._match(replace(line, text=words, level="I"), words)
+                self._match(replace(line, text=words, level=level), words)
             return
         stream = f"json {line.number}"
         parts = [
@@ -391,13 +329,13 @@ class Scanner:
 
     def _report(self, line: Line, text: str) -> bool:
         """torchelastic's closing block: only the root cause part is evidence, and weak evidence at that."""
-        if _ELASTIC_ROOT.match(text):
+        if phrases.ELASTIC_ROOT.match(text):
             self._epilogue = 12
             return True
-        key = text.lstrip().startswith(_ELASTIC_KEYS)
+        key = text.lstrip().startswith(phrases.ELASTIC_KEYS)
         if not self._epilogue:
             return key  # the lists of other failures in the block repeat what is known
-        self._epilogue = 0 if _ELASTIC_EDGE.match(text) else self._epilogue - 1
+        self._epilogue = 0 if phrases.ELASTIC_EDGE.match(text) else self._epilogue - 1
         found = self._signatures.match(text, "epilogue") if "exitcode" in text else None
         if found:
             s = found[0]
@@ -406,7 +344,7 @@ class Scanner:
 
     def _match(self, line: Line, text: str) -> None:
         quiet = line.level in ("D", "I", "W")
-        if self.anomaly is None and not quiet and _ANOMALY.search(text):
+        if self.anomaly is None and not quiet and phrases.ANOMALY.search(text):
             self.anomaly = (line.number, text)
         kind = "" if quiet else exception_type(text)
         if kind == "ChildFailedError" or kind.endswith("Warning"):
@@ -418,7 +356,7 @@ class Scanner:
             self._keep(block)
             return
         found = self._signatures.match(text, *(("warn",) if quiet else ("line", "warn")))
-        native = None if found or quiet else _NATIVE.search(text)
+        native = None if found or quiet else phrases.NATIVE.search(text)
         if native:
             said = text[native.end() :]
             found = self._signatures.match(said, "exception") or self._signatures.match(text, "exception")
@@ -429,13 +367,13 @@ class Scanner:
         if hint is not None:
             s = hint[0]
             self._add(Finding(s.name, s.tier, s.role, line.number, text, line.number, "hint", line.rank))
-        if found is None or text.startswith(HINTS):
+        if found is None or text.startswith(phrases.HINTS):
             return
         s, pattern, captures = found
         matched = pattern.regex.search(text)
         beside = text[: matched.start()] + " " + text[matched.end() :] if matched else text
         final = s.tier == 1 or (line.level in ("E", "F") and not logged) or ln.is_report(text)
-        excused = not final and _says_survived(beside)
+        excused = not final and phrases.says_survived(beside)
         self._add(
             Finding(
                 s.name,
@@ -457,39 +395,3 @@ class Scanner:
         """What an error is that a program only logs, whose traceback it keeps to itself."""
         found = self._signatures.match(text, "exception")
         return found if found and found[0].role == "root" and not (found[1].weak or found[1].echo) else None
-
-
-def opens_something(line: Line) -> bool:
-    """Whether the line, alone, means more than progress: the first of a block, a banner, an exception."""
-    text = line.text
-    return bool(
-        is_header(text)
-        or ln.is_banner(text)
-        or ln.is_finish(text)
-        or ln.is_compile(text)
-        or _THREAD.match(text)
-        or _IGNORED.match(text)
-        or _QUOTE_OPEN.match(text)
-        or _TURN.match(text)
-        or _ELASTIC_ROOT.match(text)
-        or _NATIVE.search(text)
-        or _TORCH.search(text)
-        or (_ANOMALY.search(text) and line.level not in ("D", "I", "W"))
-        or (exception_type(text) and line.level not in ("D", "I", "W"))
-    )
-
-
-def _unframed(text: str) -> str:
-    """What stands in a line of a box that a terminal library drew around its message."""
-    return text.strip("│┃ ") if text[:1] in "│┃" and text.rstrip()[-1:] in "│┃" else text
-
-
-def _says_survived(text: str) -> bool:
-    return bool(_SURVIVED.search(text)) and not _NOT_SURVIVED.search(text)
-
-
-def _excused(line: Line) -> bool:
-    """Whether the program says here that it goes on in spite of the error beside this line."""
-    return not _IGNORED.match(line.text) and (
-        _says_survived(line.text) or (line.level == "W" and not line.glog)
-    )

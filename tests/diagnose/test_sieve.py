@@ -12,8 +12,9 @@ from dflashctl.diagnose import lines as ln
 from dflashctl.diagnose import reader as readers
 from dflashctl.diagnose import sieve as sieves
 from dflashctl.diagnose import signatures as sig
+from dflashctl.diagnose.phrases import opens_something
 from dflashctl.diagnose.reader import Reader, sieve_of
-from dflashctl.diagnose.scanner import Scanner, opens_something
+from dflashctl.diagnose.scanner import Scanner
 from tests.diagnose import report
 from tests.diagnose.test_dress import DRESSES
 from tests.diagnose.test_reader import CASES, FACTS, PIECES, by_line, told

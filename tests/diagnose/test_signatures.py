@@ -133,12 +133,12 @@ def searched(words: str) -> list[re.Pattern[bytes]]:
 
 
 def all_regexes() -> list[tuple[str, re.Pattern[Any]]]:
-    from dflashctl.diagnose import bundle, lines, reader, scanner, sieve, tracebacks
+    from dflashctl.diagnose import bundle, lines, phrases, reader, scanner, sieve, tracebacks, weighing
 
     found = [(f"{name}-{i}", p.regex) for name, i, p in PATTERNS]
     found += [(f"{words}-{i}", r) for words in ("sieve", "gates") for i, r in enumerate(searched(words))]
     found += [(f"secret-{i}", regex) for i, regex in enumerate(bundle._SECRETS)]
-    for module in (bundle, lines, reader, scanner, sieve, tracebacks):
+    for module in (bundle, lines, phrases, reader, scanner, sieve, tracebacks, weighing):
         own = {n: v.regex if isinstance(v, Gated) else v for n, v in vars(module).items()}
         found += [(f"{module.__name__}.{n}", v) for n, v in own.items() if isinstance(v, re.Pattern)]
     return found
