@@ -12,7 +12,7 @@ from typing import TYPE_CHECKING, Any
 
 from dflashctl import deploy, runs
 from dflashctl.config import Host, PctHost
-from dflashctl.errors import ConfigError, ConnectionLostError, DflashError, PreflightError
+from dflashctl.errors import ConfigError, ConnectionLostError, DflashError, ExitCode, PreflightError
 from dflashctl.preflight import judge, preflight
 from dflashctl.profile import Profile
 from dflashctl.snapshot import Snapshot, whole
@@ -23,6 +23,12 @@ if TYPE_CHECKING:
 
 STARTING = "starting"
 """What `launch` tells just before a run may exist."""
+
+
+class LeftError(DflashError):
+    """Ctrl-C while a run was being started."""
+
+    exit_code = ExitCode.INTERRUPTED
 
 
 @dataclass(frozen=True)
@@ -81,6 +87,7 @@ def launch(
         PreflightError: a check failed, `resume` saved no checkpoint; nothing was started.
         NotFoundError: no run `resume`.
         ConfigError: CUDA_VISIBLE_DEVICES is among the variables.
+        LeftError: Ctrl-C while the run was being started.
         RunNameError, ConnectionLostError, and what the session raises.
     """
     begun = time.monotonic()
@@ -189,7 +196,8 @@ class Starter:
     def start_as(self, run_id: str, name: str) -> dict[str, Any]:
         """The agent's answer to `start`, asked for again once where the first one was lost on its way.
 
-        Raises RunExistsError, PreflightError, and ConnectionLostError where it is not known whether the run was started.
+        Raises RunExistsError, PreflightError, and where it is not known whether the run was started, ConnectionLostError or
+        LeftError.
         """
         manifest = runs.manifest(
             name=name,
@@ -218,6 +226,14 @@ class Starter:
             else [name for name in self.profile.all_devices if name.startswith("cuda")],
         )
         try:
+            return self._insist(start, run_id)
+        except KeyboardInterrupt:  # who hears nothing would take it that nothing runs
+            raise LeftError(
+                f"left while {run_id} was being started, so it may run", hint=self._look(run_id)
+            ) from None
+
+    def _insist(self, start: Callable[[], dict[str, Any]], run_id: str) -> dict[str, Any]:
+        try:
             return start()
         except ConnectionLostError:
             pass
@@ -235,8 +251,11 @@ class Starter:
         return ConnectionLostError(
             f"the connection broke while {run_id} was being started, so it may run: {error.message}",
             where=error.where,
-            hint=f"before launching again, look with  dflashctl status {run_id} -H {self.host.name}",
+            hint=self._look(run_id),
         )
+
+    def _look(self, run_id: str) -> str:
+        return f"before launching again, look with  dflashctl status {run_id} -H {self.host.name}"
 
     def commands(self, run_id: str, facts: Mapping[str, Any]) -> list[str]:
         """What is run over there, one a line, secrets hidden."""

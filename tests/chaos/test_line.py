@@ -16,13 +16,13 @@ import pytest
 
 from dflashctl.config import Host
 from dflashctl.errors import ConnectionLostError, DflashError, PreflightError, UnreachableError
-from dflashctl.launch import launch
+from dflashctl.launch import LeftError, launch
 from dflashctl.profile import load_profile
 from dflashctl.remote import session as sessions
 from dflashctl.stop import stop
 from dflashctl.transport.local import LocalChannel
 from tests.chaos.parts import hurried, tampering
-from tests.running import Runner, runner
+from tests.running import Runner, runner, wait_for
 from tests.test_launch import host, modules, trainer
 
 __all__ = ["host", "modules", "runner", "trainer"]
@@ -163,6 +163,28 @@ def test_a_launch_that_stays_cut_off_says_that_the_run_may_live(
     session = runner.session(python=tampering(tmp_path, code))
     with pytest.raises(ConnectionLostError, match="so it may run") as caught:
         launch(session, host, load_profile(None, host), name="mine")
+    assert "dflashctl status mine -H local" in caught.value.hint
+    assert runner.ended("mine")["exit_code"] == 0
+
+
+def test_ctrl_c_while_a_run_is_started_says_that_it_may_live(
+    host: Host, runner: Runner, tmp_path: Path
+) -> None:
+    code = """
+    def send_frame(line, mark, frame):
+        if "state" in frame.get("ok", {}):
+            open(done, "w").close(); time.sleep(60)
+        send(line)
+    """
+
+    def interrupt() -> None:
+        wait_for((tmp_path / "tamper.py.done").exists)
+        os.kill(os.getpid(), signal.SIGINT)
+
+    threading.Thread(target=interrupt, daemon=True).start()
+    with runner.session(python=tampering(tmp_path, code)) as session, pytest.raises(LeftError) as caught:
+        launch(session, host, load_profile(None, host), name="mine")
+    assert caught.value.exit_code == 130
     assert "dflashctl status mine -H local" in caught.value.hint
     assert runner.ended("mine")["exit_code"] == 0
 
