@@ -14,6 +14,7 @@ from typing import Any, NamedTuple
 import torch
 from torch import nn
 
+from trainer.modeling.decoder import DecoderLayer
 from trainer.modeling.drafter import Drafter
 from trainer.modeling.layout import DrafterConfig
 from trainer.modeling.losses import chunk_size
@@ -48,6 +49,7 @@ class TargetSize:
         linear: of `parameters`, those of the layers' matrices.
         hidden, intermediate: widths of a layer.
         by_layer: whether its layers run one by one, and so may be compiled and captured.
+        sides: of the layers' matrices as they are multiplied then; none where not.
     """
 
     parameters: int
@@ -57,6 +59,7 @@ class TargetSize:
     hidden: int
     intermediate: int
     by_layer: bool
+    sides: frozenset[int] = frozenset()
 
     @classmethod
     def of(cls, config: Any) -> TargetSize:
@@ -67,6 +70,7 @@ class TargetSize:
             model: Any = AutoModelForCausalLM.from_config(config)
         text = config.get_text_config()
         table = model.get_input_embeddings()
+        by_layer = can_pack(config)
         return cls(
             parameters=sum(p.numel() for p in model.parameters()),
             embedding_copy=0 if type(table) is nn.Embedding else table.weight.numel(),
@@ -74,7 +78,8 @@ class TargetSize:
             linear=sum(m.weight.numel() for m in model.get_decoder().modules() if isinstance(m, nn.Linear)),
             hidden=text.hidden_size,
             intermediate=text.intermediate_size,
-            by_layer=can_pack(config),
+            by_layer=by_layer,
+            sides=frozenset(DecoderLayer(model.get_decoder().layers[0]).widths if by_layer else ()),
         )
 
 

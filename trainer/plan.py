@@ -54,7 +54,8 @@ def run(args: argparse.Namespace) -> int:
         config = dataclasses.replace(config, devices=placed(config.devices))
         base, size, load_target = inputs.plan(config)
         here = here_for(args.config, config.devices)
-        require_fp8(config.runtime, map(torch.device, here), size.by_layer)
+        there = [torch.device(name) for name in here]
+        require_fp8(config, base.shape, size, there, there)
         names = _like(here[0], args.devices) if args.devices else here
         print(f"Planning for {', '.join(names)}", flush=True)
         report: dict[str, Any] = {"devices": names, "batches": []}

@@ -9,6 +9,7 @@ import os
 import platform
 import signal
 import sys
+from collections.abc import Sequence
 from pathlib import Path
 
 import torch
@@ -139,7 +140,7 @@ class Run:
         """Raises Stopped, Interrupted, and the errors of what it does itself."""
         config = load(self._config_path)
         config = dataclasses.replace(config, devices=placed(config.devices))
-        used, nodes = self._devices(config), self._nodes
+        (targets, drafters), nodes = self._devices(config), self._nodes
         nodes.join(
             config.nodes.timeout, cuda=any(name.startswith("cuda") for name in config.devices.drafters)
         )
@@ -155,12 +156,12 @@ class Run:
             seed=config.train.seed,
             resumed_step=self._done,
         )
-        if any(compile.wanted(config.runtime, device) for device in used):
+        if any(compile.wanted(config.runtime, device) for device in targets | drafters):
             print(cache.description(), flush=True)
         inputs = Inputs(self._config_path, self._run_dir, self._crew.events)
         base, size, load_target = inputs.plan(config, self._done, nodes.rank)
         config = base.config
-        require_fp8(config.runtime, used, size.by_layer)
+        require_fp8(config, base.shape, size, targets, drafters)
         if (
             config.evaluate.prompts and nodes.leads
         ):  # now: a wrong path is not to come to light after training
@@ -178,17 +179,18 @@ class Run:
         training = Training(self._crew, plan, Course(plan.steps, nodes.any), start, load_target, nodes)
         self._train(training, predictions, present, ways, settings, nonfinite)
 
-    def _devices(self, config: Config) -> set[torch.device]:
-        """Every device that the run may use. Raises ConfigError for one that is not there."""
-        names = {*config.devices.targets, *config.devices.drafters}
+    def _devices(self, config: Config) -> tuple[set[torch.device], set[torch.device]]:
+        """Every device that the run may give a target, and a drafter. Raises ConfigError for one that is not there."""
+        sides: Sequence[Sequence[str]] = (config.devices.targets, config.devices.drafters)
         if config.devices.topology == "auto":
             if not self._nodes.alone:
                 raise ConfigError(
                     'devices = "auto" shares out the devices of one machine; with several nodes list '
                     "devices.targets and devices.drafters"
                 )
-            names.update(probe.pool(config.devices))
-        return {devices.check(name) for name in names}
+            sides = [probe.pool(config.devices)] * 2
+        targets, drafters = ({devices.check(name) for name in names} for names in sides)
+        return targets, drafters
 
     def _place(
         self, base: Plan, size: TargetSize, load_target: probe.KeptTargets, found: Checkpoint | None

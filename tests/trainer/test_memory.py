@@ -133,6 +133,7 @@ def test_targets_are_counted_without_loading_them(tied: bool) -> None:
     size = TargetSize.of(config)
     assert size.parameters == sum(p.numel() for p in model.parameters())
     assert (size.tied, size.embedding_copy, size.by_layer) == (tied, 0, True)
+    assert size.sides == set().union(*(layer.widths for layer in Target(model, (0, 2)).plain_layers))
 
 
 @pytest.mark.parametrize("work", WORKS)

@@ -18,26 +18,30 @@ SIDES = 16
 """What the sides of a weight must be multiples of."""
 
 
-def require(setting: str, device: torch.device, sides: Iterable[int] = ()) -> None:
-    """Raise ModelError, which names the setting, where the device can't, or matrices of these sides can't be."""
+def require(setting: str, device: torch.device, dtype: torch.dtype, sides: Iterable[int]) -> None:
+    """Raise ModelError, which names the setting, where the device can't give products of that dtype, or matrices of these
+    sides can't be."""
     odd = sorted(side for side in set(sides) if side % SIDES)
-    lacking = _lacking(device)
+    lacking = _lacking(device, dtype)
     if odd and not lacking:
         lacking = f"matrices whose sides are multiples of {SIDES}; the target has {odd}"
     if lacking:
         raise ModelError(f"{setting} needs {lacking}. Leave it out, or set it to false")
 
 
-def _lacking(device: torch.device) -> str:
+def _lacking(device: torch.device, dtype: torch.dtype) -> str:
     """What it takes that the device does not have; empty: nothing."""
     if device.type != "cuda" or torch.cuda.get_device_capability(device) < (8, 9):
         return f"a GPU of compute capability 8.9 or newer, which {device} is not"
-    try:  # no capability says it: cuBLAS refuses scales by row on some newer cards (pytorch/pytorch#192707)
-        some = torch.ones(SIDES, SIDES, device=device)
-        multiply(to_fp8(some), to_fp8(some), some.dtype)
-    except RuntimeError as error:
+    # no capability says it: cuBLAS refuses scales by row on some newer cards (pytorch/pytorch#192707), and where CUTLASS
+    # multiplies instead (before Hopper, CUDA before 12.9) float32 is refused (pytorch/pytorch#187569), as a ValueError
+    try:
+        some = torch.ones(SIDES, SIDES, device=device, dtype=dtype)
+        multiply(to_fp8(some), to_fp8(some), dtype)
+    except (RuntimeError, ValueError) as error:
         first = str(error).partition("\n")[0]
-        return f"products in 8 bits with a scale a row, which {device} refuses (PyTorch {torch.__version__}: {first})"
+        kind = str(dtype).removeprefix("torch.")
+        return f"{kind} products in 8 bits with a scale a row, which {device} refuses (PyTorch {torch.__version__}: {first})"
     return ""
 
 

@@ -191,7 +191,7 @@ class Target:
         where it can't be done."""
         require_plain("runtime.fp8_target", self.by_layer)
         sides = (side for layer in self.plain_layers for side in layer.widths)
-        fp8.require("runtime.fp8_target", self.device, sides)
+        fp8.require("runtime.fp8_target", self.device, self.dtype, sides)
         self.plain_layers = [layer.in_fp8() for layer in self.plain_layers]
 
     def step(self, input_ids: Tensor, cache: Any, last_only: bool = False) -> tuple[Tensor, Tensor]:

@@ -149,7 +149,7 @@ class Learner(Worker):
         exact = self.embedding if tied else head.to(device, dtype)
         self.head: Tensor | HeadFP8 = exact
         if plan.config.runtime.fp8_head:
-            fp8.require("runtime.fp8_head", device, exact.shape)
+            fp8.require("runtime.fp8_head", device, dtype, exact.shape)
             self.head = HeadFP8(exact)
         self.totals = torch.zeros(3, dtype=torch.float64, device=device)
         self.nonfinite = torch.zeros(2, dtype=torch.int64, device=device)

@@ -9,10 +9,11 @@ from typing import NamedTuple
 
 import torch
 
-from trainer.config import Config, DevicesConfig, RuntimeConfig
+from trainer.config import Config, DevicesConfig
 from trainer.data.anchors import blocks_a_row
 from trainer.data.batches import BatchPlan, BatchRows
 from trainer.data.dataset import Dataset
+from trainer.memory import TargetSize
 from trainer.modeling import fp8
 from trainer.modeling.layout import DrafterConfig
 from trainer.modeling.target import require_plain, resolve_dtype
@@ -41,14 +42,23 @@ class OwnBatches(NamedTuple):
         return self.batches.batch(step * self.everywhere + self.before + drafter, self.everywhere)
 
 
-def require_fp8(runtime: RuntimeConfig, devices: Iterable[torch.device], by_layer: bool) -> None:
-    """Raise ModelError, before anything is loaded, where a device or the target can't do the 8 bits that are asked for."""
-    if runtime.fp8_target:
-        require_plain("runtime.fp8_target", by_layer)
-    for setting in ("fp8_target", "fp8_head"):
-        if getattr(runtime, setting):
-            for device in devices:
-                fp8.require(f"runtime.{setting}", device)
+def require_fp8(
+    config: Config,
+    shape: DrafterConfig,
+    size: TargetSize,
+    targets: Iterable[torch.device],
+    drafters: Iterable[torch.device],
+) -> None:
+    """Raise ModelError, before anything is loaded, where the target, or a device that has one or a drafter, can't do the 8
+    bits that are asked for."""
+    if config.runtime.fp8_target:
+        require_plain("runtime.fp8_target", size.by_layer)
+        for device in targets:
+            fp8.require("runtime.fp8_target", device, resolve_dtype(config.target.dtype, device), size.sides)
+    if config.runtime.fp8_head:
+        for device in drafters:
+            dtype = resolve_dtype(config.runtime.drafter_dtype, device)
+            fp8.require("runtime.fp8_head", device, dtype, (shape.vocab_size, shape.hidden_size))
 
 
 @dataclass(frozen=True)

@@ -34,23 +34,30 @@ def test_a_number_that_is_none_stays_none() -> None:
 
 def test_where_it_cannot_be_it_is_refused(monkeypatch: pytest.MonkeyPatch) -> None:
     with pytest.raises(ModelError, match=r"^runtime\.x needs a GPU of compute .* cpu is not\. Leave it out"):
-        fp8.require("runtime.x", torch.device("cpu"), [24])
-    monkeypatch.setattr(fp8, "_lacking", lambda device: "")
+        fp8.require("runtime.x", torch.device("cpu"), torch.bfloat16, [24])
+    monkeypatch.setattr(fp8, "_lacking", lambda *what: "")
     with pytest.raises(ModelError, match=r"multiples of 16; the target has \[24, 40\]\. Leave"):
-        fp8.require("runtime.x", torch.device("cpu"), [24, 32, 40])
-    fp8.require("runtime.x", torch.device("cpu"), [32])
+        fp8.require("runtime.x", torch.device("cpu"), torch.bfloat16, [24, 32, 40])
+    fp8.require("runtime.x", torch.device("cpu"), torch.bfloat16, [32])
 
 
-def test_a_card_whose_library_refuses_is_told_with_its_words(monkeypatch: pytest.MonkeyPatch) -> None:
-    """As consumer cards of Blackwell do with PyTorch 2.10: their capability is high enough."""
+@pytest.mark.parametrize("kind", [RuntimeError, ValueError])
+def test_a_card_whose_library_refuses_is_told_with_its_words(
+    monkeypatch: pytest.MonkeyPatch, kind: type[Exception]
+) -> None:
+    """As consumer cards of Blackwell do with PyTorch 2.10: their capability is high enough. And only what will be computed
+    is asked for: float32 products are refused where others are not."""
 
-    def refuse(*arguments: object) -> None:
-        raise RuntimeError("CUDA error: CUBLAS_STATUS_NOT_SUPPORTED when calling `x`\nmore")
+    def refuse(rows: object, weight: object, dtype: torch.dtype) -> None:
+        if dtype == torch.float32:
+            raise kind("CUDA error: CUBLAS_STATUS_NOT_SUPPORTED when calling `x`\nmore")
 
     monkeypatch.setattr(torch.cuda, "get_device_capability", lambda device: (12, 0))
-    monkeypatch.setattr(torch, "ones", lambda *shape, device: torch.zeros(*shape))
+    monkeypatch.setattr(torch, "ones", lambda *shape, device, dtype: torch.zeros(*shape, dtype=dtype))
     monkeypatch.setattr(fp8, "multiply", refuse)
     with pytest.raises(
-        ModelError, match=r"which cuda:0 refuses \(PyTorch .*NOT_SUPPORTED when calling `x`\)"
+        ModelError,
+        match=r"needs float32 products .* which cuda:0 refuses \(PyTorch .*NOT_SUPPORTED when calling `x`\)",
     ):
-        fp8.require("runtime.x", torch.device("cuda:0"))
+        fp8.require("runtime.x", torch.device("cuda:0"), torch.float32, [])
+    fp8.require("runtime.x", torch.device("cuda:0"), torch.bfloat16, [])

@@ -12,7 +12,8 @@ from hypothesis import given
 from hypothesis import strategies as st
 
 from trainer.config import parse
-from trainer.pipeline.plan import Course, Plan, steps_of
+from trainer.modeling import ModelError, fp8
+from trainer.pipeline.plan import Course, Plan, require_fp8, steps_of
 
 CPU = torch.device("cpu")
 
@@ -87,3 +88,40 @@ def test_a_run_ends_where_any_node_is_asked() -> None:
     assert (course.last, course.stopped) == (10, False)
     course.decide(3)
     assert (course.last, course.stopped, asked) == (3, True, [False, True, True])
+
+
+def test_8_bits_are_asked_of_the_devices_and_matrices_that_are_to_have_them(
+    monkeypatch: pytest.MonkeyPatch,
+) -> None:
+    """Of a target's device its products, of a drafter's the head's; by shapes, for nothing is loaded yet."""
+    monkeypatch.setattr(fp8, "_lacking", lambda device, dtype: f"what {device} lacks" if device.index else "")
+    new, old = torch.device("cuda", 0), torch.device("cuda", 1)
+
+    def ask(
+        setting: str,
+        target: torch.device,
+        drafter: torch.device,
+        rows: int = 64,
+        side: int = 48,
+        plain: bool = True,
+    ) -> None:
+        shape: Any = SimpleNamespace(vocab_size=rows, hidden_size=32)
+        size: Any = SimpleNamespace(by_layer=plain, sides=frozenset((32, side)))
+        require_fp8(parse({"runtime": {setting: True}}), shape, size, [target], [drafter])
+
+    ask("fp8_target", new, old, rows=50)
+    ask("fp8_head", old, new, side=56, plain=False)
+    for setting, where, other, says in (
+        ("fp8_target", (old, new), {}, "fp8_target needs what cuda:1 lacks"),
+        (
+            "fp8_target",
+            (new, new),
+            {"side": 56},
+            r"fp8_target needs .*multiples of 16; the target has \[56\]",
+        ),
+        ("fp8_target", (new, new), {"plain": False}, "fp8_target needs a llama/"),
+        ("fp8_head", (new, old), {}, "fp8_head needs what cuda:1 lacks"),
+        ("fp8_head", (new, new), {"rows": 50}, r"fp8_head needs .*multiples of 16; the target has \[50\]"),
+    ):
+        with pytest.raises(ModelError, match=says):
+            ask(setting, *where, **other)
