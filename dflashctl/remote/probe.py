@@ -214,7 +214,19 @@ def read_state(folder):
         and all(state[name] is None or type(state[name]) in (int, float) for name in TIMES)
         and state["pgid"] in (None, state["pid"])  # a group that is not the trainer's must never be signalled
     )
+    if sound and is_copy(folder, state.get("run_id")):
+        state.update(dict.fromkeys(WHOLE))  # what lives is the original's, and no stop of the copy may end it
     return state if sound else None
+
+
+def is_copy(folder, run_id):
+    """Whether the record in this folder came from a run that is there as well, under its own name."""
+    if not isinstance(run_id, str) or run_id == os.path.basename(folder):
+        return False
+    try:
+        return not os.path.samefile(folder, os.path.join(os.path.dirname(folder), run_id))
+    except (OSError, ValueError):
+        return False  # it was renamed
 
 
 def living(state):

@@ -5,6 +5,7 @@ from __future__ import annotations
 import contextlib
 import json
 import os
+import shutil
 import signal
 import subprocess
 import sys
@@ -217,6 +218,25 @@ def test_trainer_and_supervisor_gone_is_lost(runner: Runner, session: Session) -
     assert session.call("list")["runs"][0]["standing"] == "lost"
     answer = session.call("stop", run_id="a", grace=1)
     assert (answer["was_running"], answer["lost"]) == (False, True)
+
+
+def test_a_copy_of_a_run_is_not_the_run(runner: Runner, session: Session) -> None:
+    """Nor does stopping the copy end the original; a link and a new name lead to the run itself."""
+    runs = runner.run_dir("a").parent
+    state = runner.start(session, "a", SLEEP)["state"]
+    shutil.copytree(runs / "a", runs / "b")
+    (runs / "link").symlink_to("a")
+    assert {row["run_id"]: row["standing"] for row in session.call("list")["runs"]} == {
+        "a": "running",
+        "b": "lost",
+        "link": "running",
+    }
+    assert session.call("stop", run_id="b")["was_running"] is False
+    assert supervisor.alive(state["pid"], state["pid_start_ticks"])
+    shutil.rmtree(runs / "b")
+    (runs / "a").rename(runs / "b")
+    assert session.call("snapshot", run_id="b")["process"]["alive"] is True
+    (runs / "b").rename(runs / "a")
 
 
 def test_a_recycled_pid_is_not_taken_for_the_run(runner: Runner, session: Session) -> None:
