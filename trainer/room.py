@@ -23,7 +23,7 @@ from trainer.memory import (
 from trainer.modeling.target import resolve_dtype
 from trainer.pipeline.plan import Plan
 from trainer.pipeline.sums import CHUNK
-from trainer.runtime import compile, graphs
+from trainer.runtime import compile, graphs, nvml
 
 OUTSIDE = 1 << 29
 """Bytes a process takes of a GPU beside its tensors: CUDA's context (counted as taken by the time we ask), cuBLAS and
@@ -175,7 +175,7 @@ def refuse_what_does_not_fit(plan: Plan, target: TargetSize, predictions: list[P
     if all(p.fits for p in predictions):
         return
     lacking = "; ".join(
-        f"{p.device} has {gib(p.free or 0)} free, the run takes {gib(p.total)} ({listed(p)})"
+        f"{p.device} has {gib(p.free or 0)} free{_held(p.device)}, the run takes {gib(p.total)} ({listed(p)})"
         for p in predictions
         if not p.fits
     )
@@ -188,6 +188,12 @@ def refuse_what_does_not_fit(plan: Plan, target: TargetSize, predictions: list[P
     raise ConfigError(
         f'not enough memory: {lacking}. {advice}. runtime.memory = "warn" starts the run all the same'
     )
+
+
+def _held(device: torch.device) -> str:
+    """By whom else a device is used, where that is known."""
+    found = nvml.holders(device) if device.type == "cuda" else []
+    return f" ({', '.join(map(str, found[:3]))})" if found else ""
 
 
 def _fixes(plan: Plan, target: TargetSize, predictions: list[Prediction]) -> Iterator[tuple[str, int]]:

@@ -18,6 +18,7 @@ from trainer import room, train
 from trainer.config import ConfigError, parse
 from trainer.memory import Shape, TargetSize, batch_bytes
 from trainer.pipeline.plan import Plan
+from trainer.runtime import nvml
 from trainer.workload import Workload, drafter_config, target_config
 
 
@@ -73,7 +74,10 @@ def test_each_device_has_what_its_workers_have(free: dict[str, float]) -> None:
     assert one.total > drafter.total
 
 
-def test_what_does_not_fit_is_refused_with_what_would(free: dict[str, float]) -> None:
+def test_what_does_not_fit_is_refused_with_what_would(
+    free: dict[str, float], monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setattr(nvml, "holders", lambda device: [nvml.Holder(77, 3 << 30)])
     size = TargetSize.of(target_config("8B"))
     plan = _plan(0, 1, colocated=True)
     (whole,) = room.predict(plan, size, room.shapes_of(plan))
@@ -83,7 +87,8 @@ def test_what_does_not_fit_is_refused_with_what_would(free: dict[str, float]) ->
     with pytest.raises(ConfigError) as caught:
         room.refuse_what_does_not_fit(plan, size, [lacking])
     text = str(caught.value)
-    assert f"cuda:0 has {free['GiB']:.1f} GiB free, the run takes {whole.total / 2**30:.1f} GiB" in text
+    held = f"cuda:0 has {free['GiB']:.1f} GiB free (process 77 holds 3.0 GiB)"
+    assert f"{held}, the run takes {whole.total / 2**30:.1f} GiB" in text
     assert "target weights 15.3 GiB" in text
     assert 'runtime.memory = "warn"' in text
     fixes = dict(part.split(" = ") for part in text.split("fits: ")[1].split(". ")[0].split(", "))

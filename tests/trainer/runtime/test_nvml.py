@@ -1,0 +1,76 @@
+"""Who holds a GPU's memory: the driver's answers, recorded as nvidia-ml-py gives them, and its refusals."""
+
+from __future__ import annotations
+
+import os
+import sys
+from collections.abc import Iterator
+from types import ModuleType, SimpleNamespace
+from typing import Any
+
+import pytest
+import torch
+
+from trainer.runtime import nvml
+
+CUDA = torch.device("cuda:0")
+
+
+@pytest.fixture
+def driver(monkeypatch: pytest.MonkeyPatch) -> Iterator[Any]:
+    """A stand-in for the driver's library: one GPU."""
+    module: Any = ModuleType("pynvml")
+    module.NVMLError = type("NVMLError", (Exception,), {})
+    module.opened = 0
+    module.processes = []
+
+    def opened(by: int) -> None:
+        module.opened += by
+
+    def handle(uuid: str) -> str:
+        if uuid != "GPU-5c0f":
+            raise module.NVMLError("Not Found")
+        return uuid
+
+    module.nvmlInit = lambda: opened(1)
+    module.nvmlShutdown = lambda: opened(-1)
+    module.nvmlDeviceGetHandleByUUID = handle
+    module.nvmlDeviceGetComputeRunningProcesses = lambda handle: module.processes
+    monkeypatch.setitem(sys.modules, "pynvml", module)
+    monkeypatch.setattr(torch.cuda, "get_device_properties", lambda device: SimpleNamespace(uuid="5c0f"))
+    yield module
+    assert module.opened == 0, "left open"
+
+
+def test_others_are_named_largest_first(driver: Any) -> None:
+    sizes = {4001: 2 << 30, os.getpid(): 9 << 30, 4002: 120 << 30, 4003: None}
+    driver.processes = [SimpleNamespace(pid=pid, usedGpuMemory=size) for pid, size in sizes.items()]
+    assert [str(holder) for holder in nvml.holders(CUDA)] == [
+        "process 4002 holds 120.0 GiB",
+        "process 4001 holds 2.0 GiB",
+        "process 4003 is on it",
+    ]
+
+
+def test_a_driver_that_refuses_names_nobody(driver: Any, monkeypatch: pytest.MonkeyPatch) -> None:
+    def refuse(*what: object) -> None:
+        raise driver.NVMLError("Insufficient Permissions")
+
+    monkeypatch.setattr(driver, "nvmlDeviceGetComputeRunningProcesses", refuse)
+    assert nvml.holders(CUDA) == []
+    monkeypatch.setattr(driver, "nvmlInit", refuse)
+    assert nvml.holders(CUDA) == []
+
+
+def test_without_the_package_nobody_is_named(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setitem(sys.modules, "pynvml", None)
+    assert nvml.holders(CUDA) == []
+
+
+@pytest.mark.gpu
+@pytest.mark.skipif(not torch.cuda.is_available(), reason="needs a CUDA device")
+def test_this_process_is_not_among_the_others() -> None:
+    torch.ones(1, device=CUDA)
+    found = nvml.holders(CUDA)
+    print("holders:", *found, sep="\n  ")
+    assert os.getpid() not in [holder.pid for holder in found]
