@@ -27,11 +27,10 @@ $(INSTALLED): pyproject.toml constraints.txt tools/make_venv.sh
 
 demo: RUN := demo-$(shell date +%m%d-%H%M%S)
 demo: $(INSTALLED)
+	@echo "To type dflashctl yourself:  . $(BIN)/activate"
 	$(BIN)/dflashctl launch --host local --name $(RUN) --wait 300
 	$(BIN)/dflashctl logs $(RUN) --host local -f
 	$(BIN)/dflashctl status $(RUN) --host local
-	@echo
-	@echo "To type dflashctl yourself:  . $(BIN)/activate"
 
 system-packages:
 	@sh tools/system_packages.sh

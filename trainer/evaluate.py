@@ -183,11 +183,19 @@ def _placed(drafter: Drafter, target: Target) -> Drafter:
 
 
 def add_arguments(parser: argparse.ArgumentParser) -> None:
-    parser.add_argument("--target", required=True, help="model folder, .gguf file, or bundled:NAME")
     parser.add_argument(
-        "--drafter", required=True, type=Path, help="an export, a checkpoint, or a run's folder: its newest"
+        "--target", required=True, metavar="MODEL", help="model folder, .gguf file, or bundled:NAME"
     )
-    parser.add_argument("--prompts", required=True, help="JSONL of messages or prompts, or bundled:NAME")
+    parser.add_argument(
+        "--drafter",
+        required=True,
+        type=Path,
+        metavar="DIR",
+        help="an export, a checkpoint, or a run's folder: its newest",
+    )
+    parser.add_argument(
+        "--prompts", required=True, metavar="FILE", help="JSONL of messages or prompts, or bundled:NAME"
+    )
     parser.add_argument(
         "--count", type=at_least(0), default=40, metavar="N", help="prompts used, 0: all (default: 40)"
     )
@@ -198,9 +206,10 @@ def add_arguments(parser: argparse.ArgumentParser) -> None:
     parser.add_argument(
         "--temperature", type=at_least(0.0), default=0.0, metavar="T", help="0: greedy (default)"
     )
-    parser.add_argument("--seed", type=int, default=0, help="of the samples at T > 0")
+    parser.add_argument("--seed", type=int, default=0, metavar="N", help="of the samples at T > 0")
     parser.add_argument(
         "--device",
+        metavar="NAME",
         default="cuda" if torch.cuda.is_available() else "cpu",
         help="cpu or cuda:N (default here: %(default)s)",
     )

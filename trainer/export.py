@@ -213,9 +213,13 @@ def _from_speculators(raw: dict[str, Any]) -> DrafterConfig:
 
 def add_arguments(parser: argparse.ArgumentParser) -> None:
     parser.add_argument(
-        "--checkpoint", required=True, type=Path, help="a checkpoint, or a run's folder: its newest"
+        "--checkpoint",
+        required=True,
+        type=Path,
+        metavar="DIR",
+        help="a checkpoint, or a run's folder: its newest",
     )
-    parser.add_argument("--output", required=True, type=Path, help="folder to make")
+    parser.add_argument("--output", required=True, type=Path, metavar="DIR", help="folder to make")
     parser.add_argument(
         "--layout",
         choices=LAYOUTS,
@@ -228,7 +232,9 @@ def add_arguments(parser: argparse.ArgumentParser) -> None:
         default="bfloat16",
         help="of the weights; default: bfloat16",
     )
-    parser.add_argument("--target", help="the target's folder (speculators: its embedding and head go in)")
+    parser.add_argument(
+        "--target", metavar="MODEL", help="the target's folder (speculators: its embedding and head go in)"
+    )
 
 
 def run(args: argparse.Namespace) -> int:

@@ -28,7 +28,7 @@ from trainer.pipeline.plan import Plan, placed, require_fp8
 
 
 def add_arguments(parser: argparse.ArgumentParser) -> None:
-    parser.add_argument("--config", required=True, type=Path, metavar="F", help="the run's TOML file")
+    parser.add_argument("--config", required=True, type=Path, metavar="FILE", help="the run's TOML file")
     parser.add_argument(
         "--batch",
         type=counts,

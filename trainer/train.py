@@ -39,7 +39,7 @@ PLAIN = (ConfigError, DataError, CheckpointError, NonFiniteError, NodeLost)
 
 
 def add_arguments(parser: argparse.ArgumentParser) -> None:
-    parser.add_argument("--config", required=True, type=Path, metavar="F", help="the run's TOML file")
+    parser.add_argument("--config", required=True, type=Path, metavar="FILE", help="the run's TOML file")
     parser.add_argument(
         "--run-dir", required=True, type=Path, metavar="DIR", help="where events and checkpoints go"
     )

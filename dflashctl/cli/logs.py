@@ -33,7 +33,10 @@ def logs(
     since: Annotated[
         Optional[str],  # noqa: UP045
         typer.Option(
-            "--since", metavar="TIME", help="Begin at an age (90s, 5m, 2h, 1d) or a time.", show_default=False
+            "--since",
+            metavar="TIME",
+            help="Begin at an age (90s, 5m, 2h, 1d) or a time (15:54).",
+            show_default=False,
         ),
     ] = None,
     raw: Annotated[

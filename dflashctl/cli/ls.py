@@ -2,11 +2,12 @@
 
 from __future__ import annotations
 
-from typing import TYPE_CHECKING, Annotated
+from typing import TYPE_CHECKING, Annotated, Optional
 
 import typer
 
-from dflashctl.cli.options import AcceptNewOption, HostOption, HostsOption, JsonOption
+from dflashctl.cli import complete
+from dflashctl.cli.options import AcceptNewOption, HostsOption, JsonOption
 from dflashctl.errors import DflashError, ExitCode
 
 if TYPE_CHECKING:
@@ -23,7 +24,17 @@ def ls(
         int, typer.Option("--limit", "-n", metavar="N", min=1, help="Runs of each host, newest first.")
     ] = 10,
     json: JsonOption = False,
-    host: HostOption = None,
+    host: Annotated[
+        Optional[str],  # noqa: UP045
+        typer.Option(
+            "--host",
+            "-H",
+            metavar="NAME",
+            help="Only this host of hosts.toml. Default: all.",
+            show_default=False,
+            autocompletion=complete.hosts,
+        ),
+    ] = None,
     hosts: HostsOption = None,
     accept_new: AcceptNewOption = False,
 ) -> int:

@@ -49,7 +49,7 @@ HostsOption = Annotated[
     typer.Option(
         "--hosts",
         metavar="FILE",
-        help="Hosts file. Default: $DFLASH_HOSTS, then hosts.toml here or above.",
+        help="Hosts file. Default: $DFLASH_HOSTS, then hosts.toml here, above or in ~/.config/dflashctl.",
         show_default=False,
     ),
 ]

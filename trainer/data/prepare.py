@@ -272,7 +272,10 @@ def add_arguments(parser: argparse.ArgumentParser) -> None:
     """The options of `prepare`."""
     parser.add_argument("files", nargs="+", type=Path, metavar="FILE", help="chat JSONL")
     parser.add_argument(
-        "--tokenizer", required=True, help="the target: its folder, its GGUF file, or bundled:NAME"
+        "--tokenizer",
+        required=True,
+        metavar="MODEL",
+        help="the target: its folder, its GGUF file, or bundled:NAME",
     )
     parser.add_argument("--output", required=True, type=Path, metavar="DIR", help="the dataset to make")
     parser.add_argument(
