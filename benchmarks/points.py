@@ -190,7 +190,9 @@ def _group(
             _end(process)  # its memory goes before the next one is timed
     finally:
         for _, process, _ in started:
-            _end(process)
+            process.kill()
+        for _, process, _ in started:
+            process.join(BESIDE)
 
 
 def _start(point: Point, device: torch.device, limits: Limits) -> tuple[Point, BaseProcess, Connection]:

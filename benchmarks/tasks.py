@@ -141,9 +141,14 @@ class Runner:
 
 @contextlib.contextmanager
 def terminating() -> Iterator[None]:
-    """Inside the block SIGTERM raises SystemExit."""
-    before = signal.signal(signal.SIGTERM, lambda number, frame: sys.exit(128 + number))
+    """Inside the block SIGTERM raises SystemExit, and SIGINT KeyboardInterrupt: what a shell starts in the background ignores it,
+    and so would all that is started here."""
+    before = {
+        signal.SIGTERM: signal.signal(signal.SIGTERM, lambda number, frame: sys.exit(128 + number)),
+        signal.SIGINT: signal.signal(signal.SIGINT, signal.default_int_handler),
+    }
     try:
         yield
     finally:
-        signal.signal(signal.SIGTERM, before)
+        for number, handler in before.items():
+            signal.signal(number, handler)

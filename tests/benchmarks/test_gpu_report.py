@@ -155,6 +155,29 @@ gpu_report.run(parts, {{"output": out, "scratch": out}}, 60, 1, 0)
     wait_for(lambda: not alive(int(log.read_text().split()[0])))
 
 
+def test_what_takes_too_long_can_say_what_it_has_also_in_the_background(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """A shell lets what it starts with `&` ignore SIGINT."""
+    monkeypatch.setattr(tasks, "GRACE", 30)
+    later(monkeypatch, tmp_path / "pytest.log")
+    code = """
+import time
+try:
+    print("not yet hung", flush=True)
+    time.sleep(60)
+except KeyboardInterrupt:
+    print("one failed", flush=True)
+"""
+    before = signal.signal(signal.SIGINT, signal.SIG_IGN)
+    try:
+        assert run([script("pytest", code, limit=100)], tmp_path, limit=5000) == {"pytest": "took too long"}
+        assert signal.getsignal(signal.SIGINT) == signal.SIG_IGN
+    finally:
+        signal.signal(signal.SIGINT, before)
+    assert (tmp_path / "pytest.log").read_text().endswith("one failed\n")
+
+
 def test_the_summary_fits_and_has_the_important_parts_whole(tmp_path: Path) -> None:
     parts = [script(f"part-{n}", "", show=3000) for n in range(40)]
     for part in parts:
