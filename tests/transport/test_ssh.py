@@ -9,7 +9,6 @@ import re
 import shutil
 import signal
 import socket
-import statistics
 import subprocess
 import threading
 import time
@@ -49,19 +48,12 @@ def read_all(channel: Channel) -> None:
 # Speed
 
 
-def test_an_exec_on_an_open_connection_is_quick(server: Server) -> None:
+def test_a_small_question_is_sent_at_once(server: Server) -> None:
+    """Without TCP_NODELAY it waits for a delayed acknowledgement: 40 ms (benchmarks/cli.py)."""
     with SshTransport(server.host()) as ssh:
         ssh.connect()
         assert ssh._connection is not None
         assert ssh._connection.sock.getsockopt(socket.IPPROTO_TCP, socket.TCP_NODELAY)
-        times = []
-        for _ in range(30):
-            start = time.perf_counter()
-            ssh.run(["true"], timeout=10)
-            times.append(time.perf_counter() - start)
-    median = statistics.median(times)
-    print(f"exec on an open connection: median {median * 1000:.1f} ms")
-    assert median < 0.035, "a delayed acknowledgement costs 40 ms: is TCP_NODELAY set?"
 
 
 def test_one_connection_serves_many_channels(server: Server) -> None:
