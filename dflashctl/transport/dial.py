@@ -13,7 +13,7 @@ from typing import TYPE_CHECKING, Any
 
 from dflashctl.config import Host
 from dflashctl.errors import UnreachableError
-from dflashctl.transport import hostkeys
+from dflashctl.transport import base, hostkeys
 from dflashctl.transport.base import within
 from dflashctl.transport.login import log_in
 from dflashctl.transport.sshconfig import Endpoint, jump_host, resolve
@@ -25,13 +25,13 @@ KEEPALIVE = 15
 """Seconds of quiet after which a sign of life is sent."""
 
 DEAD_AFTER = 30
-"""Seconds a sent byte may stay unacknowledged, or a socket full, before the connection counts as lost."""
+"""Seconds a sent byte may stay unacknowledged before the connection counts as lost."""
 
 MAX_JUMPS = 8
 
 
 class _Line:
-    """A socket, or the like, that is dead once it has taken nothing for DEAD_AFTER seconds: paramiko would try for ever.
+    """A socket, or the like, that is dead once it has taken nothing for WRITE_STALL seconds: paramiko would try for ever.
 
     TCP_USER_TIMEOUT does as much for TCP on Linux alone; a ProxyCommand that hangs is no TCP at all.
     """
@@ -46,9 +46,9 @@ class _Line:
         except TimeoutError:
             now = time.monotonic()
             self._full_since = self._full_since or now
-            if now - self._full_since > DEAD_AFTER:
+            if now - self._full_since > base.WRITE_STALL:
                 self._sock.close()  # who reads from it must know as well
-                raise ConnectionError(f"nothing was taken for {DEAD_AFTER:g} s") from None
+                raise ConnectionError(f"nothing was taken for {base.WRITE_STALL:g} s") from None
             raise
         self._full_since = None
         return sent

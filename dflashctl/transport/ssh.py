@@ -162,9 +162,9 @@ class SshChannel(Channel):
                         f"the program took nothing from its stdin for {base.WRITE_STALL:g} s"
                     ) from None
                 continue
-            except (OSError, EOFError) as error:
+            except OSError as error:
                 raise self._broken() from error
-            except self._breaks as error:
+            except self._breaks as error:  # of the line, not of the program
                 raise self._lost() from error
             if sent == 0:
                 raise self._broken()

@@ -20,7 +20,7 @@ from paramiko import SSHException
 
 from dflashctl.config import Host
 from dflashctl.errors import ConnectionLostError, ExitCode, UnreachableError
-from dflashctl.transport import dial, login
+from dflashctl.transport import base, dial, login
 from dflashctl.transport.base import Channel
 from dflashctl.transport.hostkeys import fingerprint, read
 from dflashctl.transport.ssh import SshTransport, _closed_after
@@ -638,7 +638,7 @@ def test_a_proxy_command_that_hangs(
     server: Server, client_home: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     """No kernel notices that, and paramiko would try to write for ever."""
-    monkeypatch.setattr(dial, "DEAD_AFTER", 0.2)
+    monkeypatch.setattr(base, "WRITE_STALL", 0.2)
     (client_home / ".ssh" / "config").write_text(f"Host *\n  ProxyCommand {proxy_command(server)}\n")
     with SshTransport(server.host()) as ssh:
         channel = ssh.open(["cat"], timeout=10)
