@@ -59,7 +59,7 @@ _RATE = re.compile(r"\d ?(?:[kMG]?i?B|it|\w{2,12})/s\b|\ds/\w{2,12}\b")
 _AT_ZERO = re.compile(r"\b0/\d+ \[[\d:]{1,12}<\?")
 _MEASURE = re.compile(
     r"(?i)\b(?:(?:\w{1,20}_)?loss|ce|lr|learning_rate|tok/s|it/s|s/it|samples/s|wps|gnorm|grad_norm|sps|img/s|tokens_per_s\w*"
-    r"|RunningAvg\w*|skipped|val_\w+|reached|eal)\b"
+    r"|RunningAvg\w*|skipped|val_\w+|reached|eal|time: \d+)\b"
 )
 _FINISH = Gated(
     r"(?i)\b(?:training (?:is )?(?:complete|completed|finished|done)|finished training"

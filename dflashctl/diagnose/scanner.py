@@ -204,6 +204,9 @@ class Scanner:
     def _after(self, block: Traceback, line: Line) -> bool:
         """Lines after an exception: its further text, a link to the next of the chain, or the end."""
         text = line.text
+        if block.goes_on(line):
+            block.begin(line)
+            return block.add(line)
         link = CHAIN.match(text.strip(" |"))
         if link:
             block.linked, block.tail = True, 12
@@ -223,7 +226,7 @@ class Scanner:
             or ln.is_progress(text)
             or phrases.THREAD.match(text)
             or phrases.IGNORED.match(text)
-            or phrases.ELASTIC_EDGE.match(text)
+            or (phrases.ELASTIC_EDGE.match(text) and not block.wraps)
         ):
             self._end(block, line)
             return False
@@ -236,7 +239,7 @@ class Scanner:
         self._blocks.pop(block.stream, None)
         if line is not None and not block.survived and phrases.excused(line):
             block.survived = line.text
-        finding = block.finding(self._signatures)
+        finding = block.finding(self._signatures) if len(self.findings) < FINDINGS else None
         if finding is not None:
             self._add(finding, block)
 

@@ -120,7 +120,7 @@ class Traceback:
         self.begin(line)
 
     def begin(self, line: Line) -> None:
-        """A header: the first, or that of the next exception of the chain."""
+        """The first line of an exception's frames: a header, in most cases."""
         text = line.text
         self.boxed = bool(_BOX.search(text))
         lead = text[: text.find(HEADER)].rstrip()
@@ -137,11 +137,20 @@ class Traceback:
     def started_by_launcher(self) -> bool:
         return bool(self.chain) and self.chain[-1].type == "ChildFailedError"
 
+    @property
+    def wraps(self) -> bool:
+        """Whether its last exception only tells of one raised elsewhere, whose own report its message may hold."""
+        return bool(self.chain) and bool(_RAISED_ELSEWHERE.match(self.chain[-1].text))
+
+    def goes_on(self, line: Line) -> bool:
+        """Whether frames follow with no header between: a remote traceback inside a message."""
+        return not self.open and self.wraps and line.text.startswith('  File "')
+
     def continues(self, line: Line) -> bool:
         """Whether a further header belongs to this chain: after a link, or where the text names it (`Original`)."""
         if self.linked or self.open or not _FIRST.match(line.text):
             return True
-        return self.tail > 0 and bool(_RAISED_ELSEWHERE.match(self.chain[-1].text))
+        return self.tail > 0 and self.wraps
 
     def add(self, line: Line) -> bool:
         """Takes the line if it belongs to the open traceback."""
