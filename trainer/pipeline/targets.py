@@ -151,7 +151,7 @@ class Producer:
             plan.dataset,
             plan.own_batches,
             plan.batches_of(self.index),
-            count=plan.config.train.anchors,
+            count=plan.anchors(max(plan.batches.lengths)),
             block_size=plan.shape.block_size,
             depth=plan.config.devices.prefetch_depth,
             pin=self.device.cuda or any(view.cuda for view in self._views),
