@@ -211,6 +211,16 @@ def latest(run_dir: Path, tell: Callable[[str], None]) -> Checkpoint | None:
     return None
 
 
+def refuse_another_run(run_dir: Path) -> None:
+    """Raise CheckpointError where a new run would put its checkpoints beside an earlier one's, which may be further on."""
+    steps = _steps(run_dir / "checkpoints")
+    if steps:
+        raise CheckpointError(
+            f"{run_dir} holds the checkpoints of an earlier run, up to step {steps[0][0]}. To go on from there say "
+            f"--resume {run_dir.name}; to begin anew take another --run-dir"
+        )
+
+
 def find(name: str, runs: Path, tell: Callable[[str], None]) -> Checkpoint:
     """The checkpoint that --resume names: a checkpoint folder, a run folder, or a run id below `runs`.
 

@@ -276,14 +276,19 @@ class Run:
         )
 
     def _find_checkpoint(self) -> Checkpoint | None:
-        """This run's own newest where torchrun may have started it before, else what --resume names."""
+        """This run's own newest where torchrun may have started it before, else what --resume names. Raises
+        CheckpointError, also where there is a run that nobody wants to resume.
+        """
 
         def tell(line: str) -> None:
             print(line, file=sys.stderr, flush=True)
 
         own = checkpoint.latest(self._run_dir, tell) if self._nodes.elastic else None
-        if own is not None or not self._resume:
+        if own is not None or self._nodes.elastic and not self._resume:
             return own
+        if not self._resume:
+            checkpoint.refuse_another_run(self._run_dir)
+            return None
         return checkpoint.find(self._resume, self._run_dir.parent, tell)
 
 

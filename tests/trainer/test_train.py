@@ -346,6 +346,18 @@ def test_resuming_a_finished_run_ends_at_once(tmp_path: Path, start: Start) -> N
     assert events(tmp_path / "runs/again", "end")[0]["status"] == "finished"
 
 
+def test_a_folder_with_another_run_is_refused(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
+    """Its checkpoints would lie beside the new ones, and count as newer where they are further on."""
+    (tmp_path / "run/checkpoints/step-00000900").mkdir(parents=True)
+    config = write_config(
+        tmp_path / "c.toml", make_target(tmp_path / "target"), make_dataset(tmp_path / "data")
+    )
+    assert train.run(arguments(config, tmp_path / "run")) == 1
+    out = capsys.readouterr().out
+    assert "holds the checkpoints of an earlier run, up to step 900" in out
+    assert "--resume run; to begin anew take another --run-dir" in out
+
+
 def test_resume_with_another_configuration_is_refused(
     tmp_path: Path, start: Start, capsys: pytest.CaptureFixture[str]
 ) -> None:
