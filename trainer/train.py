@@ -284,7 +284,7 @@ class Run:
             print(line, file=sys.stderr, flush=True)
 
         own = checkpoint.latest(self._run_dir, tell) if self._nodes.elastic else None
-        if own is not None or self._nodes.elastic and not self._resume:
+        if own is not None or (self._nodes.elastic and not self._resume):
             return own
         if not self._resume:
             checkpoint.refuse_another_run(self._run_dir)
