@@ -34,9 +34,9 @@ FAREWELL_SECONDS = 5.0
 """How long the store may take to keep, or to tell, why a node has left."""
 
 
-LINGER_SECONDS = {"failed": 30.0, "stopped": 30.0, "lost": 1.0}
+LINGER_SECONDS = {"failed": 10.0, "stopped": 10.0, "lost": 1.0}
 """How long a node that holds the store stays at most, by its own word, so that others may read why all end: they look when
-they wait for others, and may be loading."""
+they wait for others, and may be loading. `dflashctl status` wonders at a failed process that is still there after 15."""
 
 POLL_SECONDS = 0.05
 """How often a node looks whether others have heard it."""
