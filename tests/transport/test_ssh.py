@@ -49,7 +49,7 @@ def read_all(channel: Channel) -> None:
 
 
 def test_a_small_question_is_sent_at_once(server: Server) -> None:
-    """Without TCP_NODELAY it waits for a delayed acknowledgement: 40 ms (benchmarks/cli.py)."""
+    """Without TCP_NODELAY it waits for a delayed acknowledgement, 40 ms (docs/decisions.md, "One connection")."""
     with SshTransport(server.host()) as ssh:
         ssh.connect()
         assert ssh._connection is not None
