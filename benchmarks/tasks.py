@@ -104,12 +104,13 @@ class Runner:
         if jobs > 1:
             threads = max(2, 2 * (os.cpu_count() or 1) // jobs)
             environment.setdefault("TORCHINDUCTOR_COMPILE_THREADS", str(threads))
+        began = time.monotonic()
         with (output / f"{task.name}.log").open("wb") as log, (output / f"{task.name}.err").open("wb") as err:
             process = subprocess.Popen(
                 [sys.executable, *words], cwd=ROOT, env=environment, stdin=subprocess.DEVNULL,
                 stdout=log, stderr=err, start_new_session=True,
             )  # fmt: skip
-        self._running[task] = _Job(process, time.monotonic())
+        self._running[task] = _Job(process, began)
 
     def _look(self, end: float) -> None:
         for task, job in list(self._running.items()):
