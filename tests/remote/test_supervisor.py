@@ -57,8 +57,8 @@ class Run:
         return path.read_text(errors="replace") if path.exists() else ""
 
     def said(self, text: str) -> None:
-        """Wait until the trainer has printed `text`."""
-        wait_for(lambda: text in self.log)
+        """Wait until the trainer has printed `text`, and the supervisor has recorded that it runs."""
+        wait_for(lambda: text in self.log and "supervisor_pid" in self.state)
 
     def end(self, seconds: float = 60) -> dict[str, Any]:
         """Wait for the supervisor's end; its last record."""
