@@ -57,6 +57,7 @@ _FAILURE = Gated(r"^[\w.]{1,200}(?:Error|Exception): |\bfailed at (?:global[_ ]?
 _REPORT = re.compile(r"^(?:The run|[\w-]{1,40} on [\w:]{1,20}) failed at step \d{1,12}: ")
 _RATE = re.compile(r"\d ?(?:[kMG]?i?B|it|\w{2,12})/s\b|\ds/\w{2,12}\b")
 _AT_ZERO = re.compile(r"\b0/\d+ \[[\d:]{1,12}<\?")
+_YOUNG = re.compile(r"/\d+ \[[\d:]{1,12}<\?")
 _MEASURE = re.compile(
     r"(?i)\b(?:(?:\w{1,20}_)?loss|ce|lr|learning_rate|tok/s|it/s|s/it|samples/s|wps|gnorm|grad_norm|sps|img/s|tokens_per_s\w*"
     r"|RunningAvg\w*|skipped|val_\w+|reached|eal|time: \d+)\b"
@@ -184,6 +185,11 @@ def is_progress(text: str) -> bool:
     if text.startswith("wandb: ") or text.endswith("]Killed"):
         return False  # a summary after the end; the shell's word behind a bar
     return bool(_MEASURE.search(text) or _RATE.search(text))
+
+
+def is_young_bar(text: str) -> bool:
+    """Whether a bar knows no rate yet: only its digits tell whether it is still at zero."""
+    return bool(_YOUNG.search(text[:2000]))
 
 
 def is_report(text: str) -> bool:

@@ -169,6 +169,8 @@ class Reader:
         shown = line.bar or line.text
         if self._signatures.may_match(line.raw) or opens_something(line):
             return _TELLING
+        if ln.is_young_bar(shown):
+            return _TELLING  # of one shape are bars at zero and bars that have begun
         if ln.is_progress(shown):
             return _TELLING if self._signatures.match(shown, "progress") else _STEP
         return _DULL

@@ -41,6 +41,15 @@ def told(scanner: Scanner, facts: dict[str, object]) -> tuple[object, ...]:
     return found.class_, found.verdict, found.root, scanner.progress
 
 
+@pytest.mark.parametrize("counts", [(0, 1), (1, 0), (0, 1, 0, 2)])
+def test_bars_at_zero_and_bars_that_have_begun_are_told_apart(counts: tuple[int, ...]) -> None:
+    """They differ in a digit; found by fuzzing."""
+    bar = "Epoch 2:   0%|          | {}/1250 [00:00<?, ?it/s, v_num=7, train_loss=0.402]\n"
+    log = "".join(map(bar.format, counts)).encode() + b"a\nb\nc\nd\n"
+    assert told(by_shape(log), {}) == told(by_line(log), {})
+    assert by_shape(log).progress == sum(count > 0 for count in counts)
+
+
 @pytest.mark.parametrize("case", CASES, ids=lambda case: case.name)
 @pytest.mark.parametrize("cuts", [1, 7])
 def test_by_shape_as_by_line(case: report.Case, cuts: int) -> None:
