@@ -11,7 +11,6 @@ import torch
 from torch import Tensor
 from torch._dynamo.exc import RecompileError
 
-from trainer.modeling import fp8
 from trainer.modeling.drafter import Drafter
 from trainer.modeling.losses import HeadFP8, LossOutput, block_loss
 from trainer.optim import FlatParameters, MasterAdamW, Schedule, adamw_
@@ -147,10 +146,7 @@ class Learner(Worker):
         self.embedding = embedding.to(device, dtype)
         tied = head.data_ptr() == embedding.data_ptr()
         exact = self.embedding if tied else head.to(device, dtype)
-        self.head: Tensor | HeadFP8 = exact
-        if plan.config.runtime.fp8_head:
-            fp8.require("runtime.fp8_head", device, dtype, exact.shape)
-            self.head = HeadFP8(exact)
+        self.head = HeadFP8(exact) if plan.config.runtime.fp8_head else exact
         self.totals = torch.zeros(3, dtype=torch.float64, device=device)
         self.nonfinite = torch.zeros(2, dtype=torch.int64, device=device)
         shapes = len(plan.batches.lengths)
