@@ -174,18 +174,24 @@ def test_chunks_are_few_shapes_and_within_the_limit(blocks: int, vocabulary: int
     assert -(-blocks // chunk) == -(-blocks // most), "no more chunks than needed"
 
 
-@pytest.mark.parametrize("device", ["cpu", pytest.param("cuda", marks=[pytest.mark.gpu, needs_cuda])])
-@pytest.mark.parametrize(("rows", "vocabulary"), [(5, 17), (7, 9001), (64, 151_936)])
-@pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16])
-def test_cross_entropy_and_its_gradient_in_place(
-    device: str, rows: int, vocabulary: int, dtype: torch.dtype
-) -> None:
+def some_logits(device: str, rows: int, vocabulary: int, dtype: torch.dtype) -> tuple[Tensor, Tensor]:
+    """Logits `[rows, vocabulary]` and labels: row 0's is the argmax, rows 2 and 3 have two equals at the top."""
     generator = torch.Generator(device).manual_seed(rows)
     logits = (3 * torch.randn(rows, vocabulary, device=device, generator=generator)).to(dtype)
     labels = torch.randint(vocabulary, (rows,), device=device, generator=generator)
     labels[0] = logits[0].argmax()
     logits[2, [3, 9]], labels[2] = 50.0, 3  # equals: the first of them is the argmax
     logits[3, [3, 9]], labels[3] = 50.0, 9
+    return logits, labels
+
+
+@pytest.mark.parametrize("device", ["cpu", pytest.param("cuda", marks=[pytest.mark.gpu, needs_cuda])])
+@pytest.mark.parametrize(("rows", "vocabulary"), [(5, 17), (7, 9001), (64, 151_936)])
+@pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16])
+def test_cross_entropy_and_its_gradient_in_place(
+    device: str, rows: int, vocabulary: int, dtype: torch.dtype
+) -> None:
+    logits, labels = some_logits(device, rows, vocabulary, dtype)
     valid = torch.arange(rows, device=device) != 1
     wide = logits.double().requires_grad_()
     wanted = F.cross_entropy(wide, labels, reduction="none") * valid
@@ -215,12 +221,7 @@ def test_the_gradient_in_8_bits_is_the_gradient(
     device: str, rows: int, vocabulary: int, dtype: torch.dtype
 ) -> None:
     """e4m3 rounds to one of 16 steps between powers of two, and to a grid of 2**-9 of the scale below 2**-6 of it."""
-    generator = torch.Generator(device).manual_seed(rows)
-    logits = (3 * torch.randn(rows, vocabulary, device=device, generator=generator)).to(dtype)
-    labels = torch.randint(vocabulary, (rows,), device=device, generator=generator)
-    labels[0] = logits[0].argmax()
-    logits[2, [3, 9]], labels[2] = 50.0, 3  # equals: the first of them is the argmax
-    logits[3, [3, 9]], labels[3] = 50.0, 9
+    logits, labels = some_logits(device, rows, vocabulary, dtype)
     logits[4, labels[4]] = 60.0  # as good as certain
     valid = torch.arange(rows, device=device) != 1
     wanted, hits = cross_entropy_(slope := logits.double().cpu(), labels.cpu(), valid.cpu())

@@ -186,16 +186,19 @@ def test_a_killed_node_and_one_that_never_comes(tmp_path: Path) -> None:
     assert alone.out.startswith("the 3 nodes did not meet at 127.0.0.1:")
 
 
-def _be_stopped(mine: Nodes) -> None:
-    """Node 1 waits for node 0 for ever, and hears a signal all the same; node 0 learns of it."""
-    mine.join(600, cuda=False)
-    mine.any(False)
-
+def _ready_to_be_stopped() -> None:
     def stop(*_: object) -> None:
         raise KeyboardInterrupt
 
     signal.signal(signal.SIGTERM, stop)
     print("ready", flush=True)
+
+
+def _be_stopped(mine: Nodes) -> None:
+    """Node 1 waits for node 0 for ever, and hears a signal all the same; node 0 learns of it."""
+    mine.join(600, cuda=False)
+    mine.any(False)
+    _ready_to_be_stopped()
     try:
         if mine.rank == 0:
             while not mine._words():  # so long node 1 waits for this one
@@ -210,12 +213,16 @@ def _be_stopped(mine: Nodes) -> None:
         mine.leave(7)
 
 
+def _stop(process: Process) -> None:
+    while "ready" not in process.out:
+        time.sleep(0.02)
+    time.sleep(0.1)  # by now it waits
+    os.kill(process.pid, signal.SIGTERM)
+
+
 def test_a_signal_is_heard_while_waiting_and_others_learn_of_it(tmp_path: Path) -> None:
     processes = _start(tmp_path, 2, _be_stopped)
-    while "ready" not in processes[1].out:
-        time.sleep(0.02)
-    time.sleep(0.1)
-    os.kill(processes[1].pid, signal.SIGTERM)
+    _stop(processes[1])
     assert [process.end() for process in processes] == [7, 8]
     assert processes[0].out.endswith(") was stopped (SIGTERM)\n")
 
@@ -223,12 +230,7 @@ def test_a_signal_is_heard_while_waiting_and_others_learn_of_it(tmp_path: Path) 
 def _be_busy(mine: Nodes) -> None:
     """Node 0, which holds the store, is stopped as it waits for node 1, which is busy for some time more."""
     mine.join(600, cuda=False)
-
-    def stop(*_: object) -> None:
-        raise KeyboardInterrupt
-
-    signal.signal(signal.SIGTERM, stop)
-    print("ready", flush=True)
+    _ready_to_be_stopped()
     try:
         if mine.rank == 1:
             while not mine._words():
@@ -247,10 +249,7 @@ def _be_busy(mine: Nodes) -> None:
 
 def test_who_is_busy_when_others_leave_learns_why(tmp_path: Path) -> None:
     processes = _start(tmp_path, 2, _be_busy)
-    while "ready" not in processes[0].out:
-        time.sleep(0.02)
-    time.sleep(0.1)
-    os.kill(processes[0].pid, signal.SIGTERM)
+    _stop(processes[0])
     assert [process.end() for process in processes] == [8, 7]
     assert processes[1].out.endswith(") was stopped (SIGTERM)\n")
 
