@@ -11,8 +11,12 @@ import triton
 import triton.language as tl
 from torch import Tensor
 
-BLOCK, WARPS = 4096, 16
+BLOCK, WARPS = (
+    16384,
+    32,
+)  # few rows at a time, so that more of each is still in the cache when it is read again
 FP8 = torch.float8_e4m3fn
+LOG2_E = tl.constexpr(1.4426950408889634)
 
 
 @triton.jit
@@ -24,25 +28,32 @@ def _row(LOGITS, LABELS, VALID, CE, HIT, OUT, SCALE, OWN, v, MOST: tl.constexpr,
     label = tl.load(LABELS + index)
     valid = tl.load(VALID + index) != 0
     at_label = tl.load(place + label).to(tl.float32)
-    # every lane keeps a maximum and a sum of its own: the warps meet once, behind the loop
-    top = tl.full((BLOCK,), -3e38, tl.float32)
-    total = tl.full((BLOCK,), 0.0, tl.float32)
-    for at in tl.range(0, v, BLOCK, num_stages=3):
+    tl.debug_barrier()
+    tl.store(place + label, float("-inf"))  # whatever is summed or written below is of the others
+    tl.debug_barrier()
+    # Exponentials are taken relative to the greatest of the first BLOCK, which costs one each where keeping up with the
+    # greatest of all would cost several operations. Only what lies e^80 above it could overflow.
+    column = tl.arange(0, BLOCK)
+    top = tl.load(place + column, mask=column < v, other=float("-inf")).to(tl.float32)
+    base = tl.maximum(tl.max(top, 0), -1e38)
+    total = tl.exp2((top - base) * LOG2_E)
+    for at in tl.range(BLOCK, v, BLOCK):
         column = at + tl.arange(0, BLOCK)
-        x = tl.load(place + column, mask=column < v, other=float("-inf")).to(tl.float32)
-        if MOST:
-            x = tl.where(column == label, float("-inf"), x)
-        rise = x - top
-        e = tl.exp(-tl.abs(rise))
-        total = tl.where(rise > 0, total * e + 1.0, total + e)
-        top = tl.maximum(top, x)
-    highest = tl.max(top, 0)
-    lse = highest + tl.log(tl.sum(total * tl.exp(top - highest), 0))
-    if MOST:
-        rest, more = lse, tl.maximum(lse, at_label)
-        lse = more + tl.log(tl.exp(rest - more) + tl.exp(at_label - more))
-        tl.store(SCALE + index, tl.where(valid, tl.exp(highest - lse) / MOST, 0.0))
-        tl.store(OWN + index, tl.where(valid, -tl.exp(rest - lse), 0.0))
+        x = tl.load(place + column, mask=column < v, other=float("-inf"), eviction_policy="evict_last")
+        top = tl.maximum(top, x.to(tl.float32))
+        total += tl.exp2(x.to(tl.float32) * LOG2_E - base * LOG2_E)
+    highest = tl.maximum(tl.max(top, 0), -1e38)
+    if highest - base > 80:
+        base = highest
+        total = tl.full((BLOCK,), 0.0, tl.float32)
+        for at in tl.range(0, v, BLOCK):
+            column = at + tl.arange(0, BLOCK)
+            x = tl.load(place + column, mask=column < v, other=float("-inf")).to(tl.float32)
+            total += tl.exp2((x - base) * LOG2_E)
+    rest = base + tl.log(tl.sum(total, 0))
+    more = tl.maximum(rest, at_label)
+    lse = more + tl.log(tl.exp(rest - more) + tl.exp(at_label - more))
+    own = tl.where(valid, -tl.exp(rest - lse), 0.0)
     tl.store(CE + index, tl.where(valid, lse - at_label, 0.0))
     hit = valid & (at_label >= highest)
     if hit:  # of equally likely tokens the first is what decoding takes
@@ -53,14 +64,19 @@ def _row(LOGITS, LABELS, VALID, CE, HIT, OUT, SCALE, OWN, v, MOST: tl.constexpr,
             earlier += tl.sum((logit >= at_label).to(tl.int32), 0)
         hit = earlier == 0
     tl.store(HIT + index, hit)
-    for at in tl.range(0, v, BLOCK, num_stages=3):
+    zero = tl.where(valid, highest if MOST else lse, float("inf"))
+    factor = MOST if MOST else 1.0
+    for at in tl.range(0, v, BLOCK):
         column = at + tl.arange(0, BLOCK)
-        x = tl.load(place + column, mask=column < v, other=float("-inf")).to(tl.float32)
-        if MOST:
-            p = tl.where(column == label, 0.0, MOST * tl.exp(x - highest))
-        else:
-            p = tl.where(valid, tl.exp(x - lse) - tl.where(column == label, 1.0, 0.0), 0.0)
-        tl.store(out + column, p.to(OUT.dtype.element_ty), mask=column < v)
+        x = tl.load(place + column, mask=column < v, other=float("-inf"), eviction_policy="evict_first")
+        p = factor * tl.exp2(x.to(tl.float32) * LOG2_E - zero * LOG2_E)
+        tl.store(out + column, p.to(OUT.dtype.element_ty), mask=column < v, eviction_policy="evict_first")
+    if MOST:
+        tl.store(SCALE + index, tl.where(valid, tl.exp(highest - lse) / MOST, 0.0))
+        tl.store(OWN + index, own)
+    else:
+        tl.debug_barrier()
+        tl.store(out + label, own.to(OUT.dtype.element_ty))
 
 
 def cross_entropy_(logits: Tensor, labels: Tensor, valid: Tensor) -> tuple[Tensor, Tensor]:
@@ -82,11 +98,11 @@ def cross_entropy_(logits: Tensor, labels: Tensor, valid: Tensor) -> tuple[Tenso
 def cross_entropy_fp8(
     logits: Tensor, labels: Tensor, valid: Tensor
 ) -> tuple[Tensor, Tensor, Tensor, Tensor, Tensor]:
-    """As `cross_entropy_`, but the gradient comes in 8 bits beside the logits, which stay.
+    """As `cross_entropy_`, but the gradient comes in 8 bits beside the logits, which are used up.
 
     Returns:
-        cross-entropies and hits as there; the gradient at all tokens but the label (0 there), e4m3 `[n, V]`, and the scale of
-        each row, float32 `[n, 1]` (0 where invalid); the gradient at the label, float32 `[n]`.
+        cross-entropies and hits as there; the gradient at all tokens but the label (0 there and where invalid), e4m3
+        `[n, V]`, and the scale of each row, float32 `[n, 1]`; the gradient at the label, float32 `[n]`.
     """
     others = torch.empty_like(logits, dtype=FP8)
     scale, own = logits.new_empty(2, len(logits), dtype=torch.float32)

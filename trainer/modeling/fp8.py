@@ -52,19 +52,27 @@ def to_fp8(x: Tensor) -> tuple[Tensor, Tensor]:
 
 
 def multiply(
-    rows: tuple[Tensor, Tensor], weight: tuple[Tensor, Tensor], dtype: torch.dtype, exact_sum: bool = False
+    rows: tuple[Tensor, Tensor],
+    weight: tuple[Tensor, Tensor],
+    dtype: torch.dtype,
+    exact_sum: bool = False,
+    out: Tensor | None = None,
 ) -> Tensor:
-    """`[n, k]` times `[m, k]` transposed, both with their scales as `to_fp8` gives them: `[n, m]`.
+    """`[n, k]` times `[m, k]` transposed, both with their scales as `to_fp8` gives them: `[n, m]`, in `out` where given.
 
     exact_sum: add in float32 throughout. Tensor cores keep fewer bits of a running sum, which tells where k is large
     (arXiv:2412.19437, section 3.3.2: 2 % at 4096).
     """
-    out = torch._scaled_mm(
+    made = torch.bfloat16  # the one that every card's kernels have
+    product = torch._scaled_mm(
         rows[0],
         weight[0].T,
         scale_a=rows[1],
         scale_b=weight[1].T,
-        out_dtype=torch.bfloat16,  # the one that every card's kernels have
+        out_dtype=made,
         use_fast_accum=not exact_sum,
+        out=out if dtype == made else None,
     )
-    return out.to(dtype)
+    if out is None or dtype == made:
+        return product.to(dtype)
+    return out.copy_(product)

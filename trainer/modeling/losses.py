@@ -11,6 +11,7 @@ Slots k = 1..K-1 of a block predict the token at anchor + k; slot 0, the anchor,
 
 from __future__ import annotations
 
+from collections.abc import Iterator
 from dataclasses import dataclass
 from typing import Any
 
@@ -94,11 +95,11 @@ def cross_entropy_(logits: Tensor, labels: Tensor, valid: Tensor) -> tuple[Tenso
 def cross_entropy_fp8(
     logits: Tensor, labels: Tensor, valid: Tensor
 ) -> tuple[Tensor, Tensor, Tensor, Tensor, Tensor]:
-    """As `cross_entropy_`, but the gradient comes in 8 bits beside the logits, which stay.
+    """As `cross_entropy_`, but the gradient comes in 8 bits beside the logits, which are used up.
 
     Returns:
-        cross-entropies and hits as there; the gradient at all tokens but the label (0 there), e4m3 `[n, V]`, and the scale of
-        each row, float32 `[n, 1]` (0 where invalid); the gradient at the label, float32 `[n]`.
+        cross-entropies and hits as there; the gradient at all tokens but the label (0 there and where invalid), e4m3
+        `[n, V]`, and the scale of each row, float32 `[n, 1]`; the gradient at the label, float32 `[n]`.
     """
     if logits.is_cuda:
         from trainer.kernels import cross_entropy
@@ -110,7 +111,7 @@ def cross_entropy_fp8(
     wide = wide.scatter(-1, column, -torch.inf)
     highest, rest = wide.amax(-1), wide.logsumexp(-1)
     normaliser = torch.logaddexp(rest, at_label)
-    others = (fp8.FP8_MAX * (wide - highest[:, None]).exp()).to(fp8.FP8)
+    others = (fp8.FP8_MAX * (wide - highest[:, None]).exp()).masked_fill(~valid[:, None], 0).to(fp8.FP8)
     scale = ((highest - normaliser).exp() / fp8.FP8_MAX).masked_fill(~valid, 0)
     own = -(rest - normaliser).exp().masked_fill(~valid, 0)
     return (normaliser - at_label).masked_fill(~valid, 0), hits, others, scale[:, None], own
@@ -132,28 +133,50 @@ class HeadFP8:
         self.by_feature = fp8.to_fp8(head.T.contiguous())
 
     def cross_entropy(
-        self, rows: Tensor, labels: Tensor, valid: Tensor, gradient: Tensor | None
+        self, rows: Tensor, labels: Tensor, valid: Tensor, gradient: Tensor | None, chunk: int
     ) -> tuple[Tensor, Tensor]:
-        """Cross-entropies and hits `[n]` of rows `[n, D]`, as `cross_entropy_`; their gradient into `gradient` `[n, D]`."""
-        logits = fp8.multiply(fp8.to_fp8(rows), self.by_token, rows.dtype)
-        ce, hits, others, scale, own = cross_entropy_fp8(logits, labels, valid)
+        """As `_cross_entropy` with this head."""
+        narrow, scales = fp8.to_fp8(rows)
+        found = []
+        for part in _parts(len(rows), chunk):
+            logits = fp8.multiply((narrow[part], scales[part]), self.by_token, rows.dtype)
+            *told, others, scale, own = cross_entropy_fp8(logits, labels[part], valid[part])
+            found.append((*told, own))
+            if gradient is not None:
+                fp8.multiply((others, scale), self.by_feature, rows.dtype, exact_sum=True, out=gradient[part])
+        ce, hits, own = (torch.cat(column) for column in zip(*found, strict=True))
         if gradient is not None:
-            rest = fp8.multiply((others, scale), self.by_feature, rows.dtype, exact_sum=True)
-            torch.addcmul(rest, own[:, None].to(rest.dtype), self.head[labels], out=gradient)
+            gradient.addcmul_(own[:, None].to(gradient.dtype), self.head[labels])
         return ce, hits
 
 
+def _parts(length: int, size: int) -> Iterator[slice]:
+    """From 0 to `length`, `size` at a time."""
+    return (slice(at, at + size) for at in range(0, length, size))
+
+
 def _cross_entropy(
-    rows: Tensor, head: Tensor | HeadFP8, labels: Tensor, valid: Tensor, gradient: Tensor | None
+    rows: Tensor,
+    head: Tensor | HeadFP8,
+    labels: Tensor,
+    valid: Tensor,
+    gradient: Tensor | None,
+    chunk: int,
 ) -> tuple[Tensor, Tensor]:
-    """As `HeadFP8.cross_entropy`, for either head."""
+    """Cross-entropies and hits `[n]` of rows `[n, D]`, as `cross_entropy_`; their gradient into `gradient` `[n, D]`.
+
+    chunk: rows of logits that are formed at a time.
+    """
     if isinstance(head, HeadFP8):
-        return head.cross_entropy(rows, labels, valid, gradient)
-    logits = rows @ head.T
-    found = cross_entropy_(logits, labels, valid)
-    if gradient is not None:
-        torch.mm(logits, head, out=gradient)
-    return found
+        return head.cross_entropy(rows, labels, valid, gradient, chunk)
+    found = []
+    for part in _parts(len(rows), chunk):
+        logits = rows[part] @ head.T
+        found.append(cross_entropy_(logits, labels[part], valid[part]))
+        if gradient is not None:
+            torch.mm(logits, head, out=gradient[part])
+    ce, hits = (torch.cat(column) for column in zip(*found, strict=True))
+    return ce, hits
 
 
 def chunk_size(blocks: int, slots: int, vocabulary: int) -> int:
@@ -236,12 +259,8 @@ class _ChunkedLoss(torch.autograd.Function):
         ok = valid.flatten()
         target = labels.flatten().masked_fill(~ok, 0)
         gradient = torch.empty_like(rows) if ctx.needs_input_grad[0] else None
-        parts = []
-        for at in range(0, len(rows), chunk):
-            part = slice(at, at + chunk)
-            into = None if gradient is None else gradient[part]
-            parts.append(_cross_entropy(rows[part], head, target[part], ok[part], into))
-        ce, hits = (torch.cat(column).view_as(valid) for column in zip(*parts, strict=True))
+        found = _cross_entropy(rows, head, target, ok, gradient, chunk)
+        ce, hits = (each.view_as(valid) for each in found)
         weights = slot_weights(ce, valid, *how)
         weight = weights.sum()
         scale = torch.where(weight > 0, 1 / weight, 0)

@@ -167,11 +167,14 @@ class Learner(Worker):
         plan, device = self._plan, self.device.torch
         rows, count, size = plan.config.train.batch_size, plan.anchors(length), plan.shape.block_size
         width = len(plan.shape.target_layer_ids) * plan.shape.hidden_size
-        tokens = torch.zeros(rows, count, dtype=torch.int64, device=device)
-        valid = torch.ones(rows, count, dtype=torch.bool, device=device)
-        labels = torch.zeros(rows, count, size - 1, dtype=torch.int64, device=device)
+        # not all alike: a GPU is faster on zeros than it will be, and its time is what `plan` goes by
+        generator = torch.Generator(device).manual_seed(0)
+        ids = functools.partial(torch.randint, plan.shape.vocab_size, generator=generator, device=device)
+        tokens, labels = ids((rows, count)), ids((rows, count, size - 1))
+        valid = torch.ones_like(tokens, dtype=torch.bool)
+        features = (rows, length, width)
         batch = DrafterBatch(
-            features=torch.zeros(rows, length, width, dtype=plan.dtype(device), device=device),
+            features=torch.randn(features, dtype=plan.dtype(device), device=device, generator=generator),
             tokens=tokens,
             # all over the row: what a block sees decides what it costs
             anchors=(torch.arange(count, device=device) * (length - 1) // count).repeat(rows, 1),

@@ -128,18 +128,23 @@ class Producer:
         recorder = graphs.Recorder(self.device) if self.captured else None
         for length in lengths:
             check()
-            ids = torch.zeros(plan.config.train.batch_size, length, dtype=torch.int64, device=device)
+            ids = self._made_up(length)
             static = self._arguments(ids, torch.full_like(ids[:, 0], length), torch.zeros_like(ids))
             self.target.features(*static)
             if recorder is not None:
                 function = functools.partial(self.target.features, *static)
                 self._graphs[length] = (static, recorder.capture(function))
 
+    def _made_up(self, length: int) -> Tensor:
+        """Token ids of a batch `[B, length]`, any: a GPU is faster than it will be on numbers that are all alike."""
+        generator = torch.Generator(self.device.torch).manual_seed(0)
+        size = (self._plan.config.train.batch_size, length)
+        return torch.randint(self._plan.shape.vocab_size, size, generator=generator, device=self.device.torch)
+
     def _measure(self, check: Callable[[], None]) -> None:
         for length in self._plan.batches.lengths:
             check()
-            ids = torch.zeros(self._plan.config.train.batch_size, length, dtype=torch.int64)
-            ids = ids.to(self.device.torch)
+            ids = self._made_up(length)
             inputs = (ids, torch.full_like(ids[:, 0], length), torch.zeros_like(ids))
             self.batch_ms[length] = self.device.milliseconds(functools.partial(self.features, *inputs))
 

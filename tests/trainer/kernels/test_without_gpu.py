@@ -94,16 +94,19 @@ for kind in ("sorted", "packed", "random"):
     attend(1, 4, 2, 10, 16, 100, 16, kind)
     attend(2, 2, 1, 9, 7, 70, 24, kind)
     attend(1, 2, 2, 40, 1, 40, 16, kind)
-for v in (17, 9001):
-    logits, labels, valid = 3 * torch.randn(5, v), torch.randint(v, (5,)), torch.arange(5) != 1
+for v in (17, 9001, 33000):
+    logits, labels, valid = 3 * torch.randn(7, v), torch.randint(v, (7,)), torch.arange(7) != 1
     labels[0], labels[2], labels[3] = logits[0].argmax(), 3, 9
     logits[2:4, [3, 9]] = 50.0
+    logits[4, v // 2 :], labels[4], labels[5] = 200.0, v - 1, 0
+    logits[5:, : v // 2] = -torch.inf  # tokens that are ruled out
+    labels[6] = v - 1
     wide = logits.clone().requires_grad_()
     wanted = F.cross_entropy(wide, labels, reduction="none") * valid
     (slope,) = torch.autograd.grad(wanted.sum(), wide)
     hits = (logits.argmax(-1) == labels) & valid
-    scale, own, others = *torch.empty(2, 5), torch.empty_like(logits)  # not rounded: the interpreter does it wrongly
-    got = *cross_entropy._run(logits, labels, valid, others, scale, own, 448), others, scale[:, None], own
+    scale, own, others = *torch.empty(2, 7), torch.empty_like(logits)  # not rounded: the interpreter does it wrongly
+    got = *cross_entropy._run(logits.clone(), labels, valid, others, scale, own, 448), others, scale[:, None], own
     for x, y in zip(got, losses.cross_entropy_fp8(logits, labels, valid)):
         narrow = y.dtype == torch.float8_e4m3fn
         torch.testing.assert_close(x.float(), y.float(), atol=2**-10 if narrow else 1e-6, rtol=1/15 if narrow else 1e-5)

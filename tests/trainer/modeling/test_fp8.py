@@ -8,14 +8,24 @@ import torch
 from trainer.modeling import ModelError, fp8
 
 
+needs_fp8 = pytest.mark.skipif(
+    not torch.cuda.is_available() or torch.cuda.get_device_capability() < (8, 9),
+    reason="needs a CUDA device of compute capability 8.9 or newer",
+)
+
+
+@pytest.mark.parametrize("device", ["cpu", pytest.param("cuda", marks=[pytest.mark.gpu, needs_fp8])])
 @pytest.mark.parametrize("exact_sum", [False, True])
 @pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16])
-def test_a_product_is_off_by_about_4_percent(dtype: torch.dtype, exact_sum: bool) -> None:
+def test_a_product_is_off_by_about_4_percent(device: str, dtype: torch.dtype, exact_sum: bool) -> None:
     generator = torch.Generator().manual_seed(0)
-    rows, weight = (torch.randn(n, 256, generator=generator).to(dtype) for n in (24, 48))
+    rows, weight = (torch.randn(n, 256, generator=generator).to(device, dtype) for n in (24, 48))
     rows[3], rows[4] = 0, 1e-30 * rows[4]  # nothing to scale by
     rows[5] *= 1e4
     got = fp8.multiply(fp8.to_fp8(rows), fp8.to_fp8(weight), dtype, exact_sum)
+    into = torch.empty(50, 48, dtype=dtype, device=device)[:24]
+    assert torch.equal(fp8.multiply(fp8.to_fp8(rows), fp8.to_fp8(weight), dtype, exact_sum, into), got)
+    assert torch.equal(into, got)
     wanted = rows.double() @ weight.double().T
     assert (got.dtype, got[3].abs().max()) == (dtype, 0)
     error = (got.double() - wanted).norm(dim=1) / wanted.norm(dim=1)

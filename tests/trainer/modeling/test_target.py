@@ -256,15 +256,17 @@ def test_a_target_in_8_bits_may_be_asked_again() -> None:
 )
 @pytest.mark.parametrize("compile_it", [False, True])
 def test_fp8_features_are_close(family: Callable[..., Any], ids: torch.Tensor, compile_it: bool) -> None:
-    """3 bits of mantissa: each product is off by a few percent, the features after two layers not by much more."""
+    """3 bits of mantissa: each product is off by a few percent, features after two layers by 7 to 9 (what products of the
+    rounded numbers in float32 give too)."""
     sizes = {"hidden_size": 96, "intermediate_size": 208, "num_attention_heads": 6, "num_key_value_heads": 2}
-    target = Target(family(**sizes, head_dim=16).to("cuda", torch.bfloat16), (1,))
+    model = family(**sizes, head_dim=16, initializer_range=0.05).to("cuda", torch.bfloat16)
+    target = Target(model, (1,))
     exact = target.features(ids.cuda()).float()
     target.to_fp8()
     if compile_it:
         target.run_layer = compile.compiled(layer_forward, 1)
     error = (target.features(ids.cuda()).float() - exact).norm() / exact.norm()
-    assert 1e-4 < error < 0.1
+    assert 0.02 < error < 0.15
 
 
 @pytest.mark.gpu
