@@ -109,7 +109,7 @@ def cross_entropy_fp8(
     at_label = wide.gather(-1, column)[:, 0]
     hits = (logits.argmax(-1) == labels) & valid
     wide = wide.scatter(-1, column, -torch.inf)
-    highest, rest = wide.amax(-1), wide.logsumexp(-1)
+    highest, rest = wide.amax(-1).clamp_min(-1e38), wide.logsumexp(-1)
     normaliser = torch.logaddexp(rest, at_label)
     others = (fp8.FP8_MAX * (wide - highest[:, None]).exp()).masked_fill(~valid[:, None], 0).to(fp8.FP8)
     scale = ((highest - normaliser).exp() / fp8.FP8_MAX).masked_fill(~valid, 0)

@@ -7,7 +7,6 @@ import torch
 
 from trainer.modeling import ModelError, fp8
 
-
 needs_fp8 = pytest.mark.skipif(
     not torch.cuda.is_available() or torch.cuda.get_device_capability() < (8, 9),
     reason="needs a CUDA device of compute capability 8.9 or newer",

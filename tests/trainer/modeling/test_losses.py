@@ -238,6 +238,26 @@ def test_the_gradient_in_8_bits_is_the_gradient(
 
 
 @here_and_there
+@pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16])
+def test_logits_far_apart_and_tokens_ruled_out(device: str, dtype: torch.dtype) -> None:
+    """The kernel sums relative to the greatest of the first 16,384."""
+    logits = 3 * torch.randn(5, 40_000, generator=torch.Generator().manual_seed(0)).to(device, dtype)
+    logits[0, 30_000:] = 200.0
+    logits[1:3, :20_000] = -torch.inf
+    logits[3, 20_000:] = -300.0
+    logits[4, 1:] = -torch.inf
+    labels = torch.tensor([39_999, 0, 39_999, 5, 0], device=device)
+    wanted = F.cross_entropy(logits.double(), labels, reduction="none")
+    valid = torch.ones_like(labels, dtype=torch.bool)
+    told = cross_entropy_fp8(logits.clone(), labels, valid)
+    for ce, hits in (told[:2], cross_entropy_(gradient := logits.clone(), labels, valid)):
+        torch.testing.assert_close(ce.double(), wanted, atol=1e-5, rtol=1e-5)
+        assert hits.tolist() == [False, False, False, False, True]
+    for found in (gradient.float(), told[2].float() * told[3], told[4]):
+        assert found.isfinite().all()
+
+
+@here_and_there
 @pytest.mark.parametrize("near", [0.0, 6.0, 12.0])
 def test_a_head_in_8_bits_is_nearly_the_head(device: str, near: float) -> None:
     """From a drafter that knows nothing to one that is nearly always right: each product is off by about 4 %."""
