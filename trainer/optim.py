@@ -8,7 +8,7 @@ from __future__ import annotations
 
 import itertools
 import math
-from collections.abc import Callable, Iterator
+from collections.abc import Callable, Collection, Iterator
 from dataclasses import dataclass
 
 import torch
@@ -50,11 +50,16 @@ class FlatParameters:
 
     Args:
         module: its parameters that require gradients are taken; they share one dtype and device.
+        early: names of matrices that come before all others, because a backward completes their gradients first.
+
+    Attributes:
+        early: how many numbers those are.
     """
 
-    def __init__(self, module: nn.Module) -> None:
+    def __init__(self, module: nn.Module, early: Collection[str] = ()) -> None:
         named = [(name, p) for name, p in module.named_parameters() if p.requires_grad]
-        named.sort(key=lambda item: item[1].dim() < 2)  # stable: the module's order within each kind
+        # stable: the module's order within each kind
+        named.sort(key=lambda item: (item[1].dim() < 2, item[0] not in early))
         first = named[0][1]
         self.layout: dict[str, tuple[int, torch.Size]] = {}
         offset = 0
@@ -62,6 +67,7 @@ class FlatParameters:
             self.layout[name] = (offset, parameter.shape)
             offset += parameter.numel()
         self.decayed = sum(p.numel() for _, p in named if p.dim() >= 2)
+        self.early = sum(p.numel() for name, p in named if name in early)
         self.weights = torch.empty(offset, dtype=first.dtype, device=first.device)
         self.gradients = torch.zeros_like(self.weights)
         with torch.no_grad():
@@ -70,14 +76,27 @@ class FlatParameters:
                 parameter.data = view
         self._parameters = [parameter for _, parameter in named]
         self._views = list(self.split(self.gradients).values())
+        self._early, self._gathered = len(early), 0
 
     def gather(self) -> Tensor:
         """`gradients`, with what a backward has left in the parameters' `.grad`, which is given up: a backward that finds
         nothing there writes gradients once, where adding to them would read and write them again."""
-        torch._foreach_copy_(self._views, [p.grad for p in self._parameters])  # type: ignore[misc]
-        for parameter in self._parameters:
-            parameter.grad = None
+        self._take(self._gathered, len(self._parameters))
+        self._gathered = 0
         return self.gradients
+
+    def gather_early(self) -> None:
+        """The same, ahead of `gather`, for those that come first: while the backward goes on."""
+        self._take(0, self._early)
+        self._gathered = self._early
+
+    def _take(self, begin: int, end: int) -> None:
+        if begin == end:
+            return
+        taken = self._parameters[begin:end]
+        torch._foreach_copy_(self._views[begin:end], [p.grad for p in taken])  # type: ignore[misc]
+        for parameter in taken:
+            parameter.grad = None
 
     def split(self, flat: Tensor) -> dict[str, Tensor]:
         """Views of a vector [N] of this layout, by parameter name."""

@@ -146,6 +146,24 @@ def test_backward_fills_the_flat_gradient() -> None:
     assert all(p.grad is None for p in module.parameters()), "a later backward starts from nothing"
 
 
+def test_what_a_backward_completes_first_can_be_gathered_while_it_goes_on() -> None:
+    module = _module()
+    flat = FlatParameters(module, early=["3.weight"])
+    assert list(flat.layout) == ["3.weight", "1.weight", "0.weight", "2.weight"]
+    assert (flat.early, flat.decayed) == (15, 35 + 15)
+    for step in range(2):
+        middle = module[:3](torch.randn(4, 7))
+        middle.register_hook(lambda gradient: flat.gather_early())
+        module[3](middle).square().sum().backward()
+        assert module[3].weight.grad is None
+        early = flat.gradients[:15].clone()
+        assert early.any()
+        flat.gradients[:15] = step
+        assert (flat.gather()[:15] == step).all(), "taken once"
+        assert flat.gradients.count_nonzero() >= 62 - 15
+        assert all(p.grad is None for p in module.parameters())
+
+
 def test_bfloat16_weights_round_float32_masters() -> None:
     """Steps too small for bfloat16 add up in the masters."""
     flat = FlatParameters(_module(torch.bfloat16))

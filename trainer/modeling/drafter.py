@@ -7,7 +7,8 @@ Method: arXiv:2602.06036; layout of names and config: the published z-lab drafte
 from __future__ import annotations
 
 import functools
-from collections.abc import Callable
+from collections.abc import Callable, Iterable, Sequence
+from typing import NamedTuple
 
 import torch
 import torch.nn.functional as F
@@ -20,6 +21,15 @@ from trainer.modeling.layout import DrafterConfig
 
 Rotary = tuple[Tensor, Tensor]  # cos and sin, each [B or 1, 1, n, d]
 Attend = Callable[[Tensor, Tensor, Tensor], Tensor]  # query, keys, values of the block -> [B, H, n, d]
+
+
+class Midway(NamedTuple):
+    """Blocks on their way through the layers, and what the layers still ahead need."""
+
+    x: Tensor  # [B, A*K, D]
+    here: Rotary  # of the blocks' positions
+    context: list[tuple[Tensor, Tensor]]  # keys and values of the layers ahead, [B, KV, S, d]
+    mask: attention.AnchorMask
 
 
 @torch.library.custom_op("dflash::angles", mutates_args=())
@@ -182,6 +192,20 @@ class Drafter(nn.Module):
         Returns:
             `[B, A, K, D]`; slot k (from 1) times the target's head predicts the token at anchor + k.
         """
+        midway = self.begin(context, blocks, anchors, valid, lengths, starts, self.config.num_hidden_layers)
+        return self.finish(midway, blocks.shape)
+
+    def begin(
+        self,
+        context: Tensor,
+        blocks: Tensor,
+        anchors: Tensor,
+        valid: Tensor,
+        lengths: Tensor | None,
+        starts: Tensor | None,
+        count: int,
+    ) -> Midway:
+        """The first `count` layers of `forward`."""
         b, a, k, _ = blocks.shape
         s = context.shape[1]
         tokens, first, begins = torch.arange(s, device=context.device)[None], anchors, None
@@ -192,13 +216,35 @@ class Drafter(nn.Module):
         seen = self._rotary(tokens, context.dtype)
         positions = (first[..., None] + torch.arange(k, device=anchors.device)).view(b, a * k)
         here = self._rotary(positions, blocks.dtype)
-        x = blocks.reshape(b, a * k, -1)
-        for layer, (keys, values) in zip(self.layers, self.context_keys_values(context, seen), strict=True):
+        every = self.context_keys_values(context, seen)
+        first_layers = Midway(blocks.reshape(b, a * k, -1), here, every[:count], mask)
+        return Midway(self._through(self.layers[:count], first_layers), here, every[count:], mask)
+
+    def finish(self, midway: Midway, shape: Sequence[int]) -> Tensor:
+        """The layers of `forward` that are still ahead, and the norm behind them; in the shape of the blocks."""
+        ahead = self.layers[len(self.layers) - len(midway.context) :]
+        return self.norm(self._through(ahead, midway)).view(shape)
+
+    @staticmethod
+    def _through(layers: Iterable[nn.Module], midway: Midway) -> Tensor:
+        x = midway.x
+        for layer, (keys, values) in zip(layers, midway.context, strict=True):
             attend = functools.partial(
-                attention.attend_anchors, context_keys=keys, context_values=values, mask=mask
+                attention.attend_anchors, context_keys=keys, context_values=values, mask=midway.mask
             )
-            x = layer(x, here, attend)
-        return self.norm(x).view_as(blocks)
+            x = layer(x, midway.here, attend)
+        return x
+
+    def settled(self, count: int) -> list[str]:
+        """Matrices whose gradients are complete when a backward has come down to what `begin` returned: those of the
+        layers above, but for the projections of keys and values, through which the context goes too."""
+        return [
+            name
+            for name, parameter in self.named_parameters()
+            if parameter.dim() > 1
+            and name.startswith(tuple(f"layers.{i}." for i in range(count, len(self.layers))))
+            and not name.endswith(("k_proj.weight", "v_proj.weight"))
+        ]
 
     @torch.no_grad()
     def propose(self, new_context: Tensor, block: Tensor, start: int, cache: ContextCache) -> Tensor:

@@ -11,7 +11,7 @@ import torch
 from torch import Tensor
 from torch._dynamo.exc import RecompileError
 
-from trainer.modeling.drafter import Drafter
+from trainer.modeling.drafter import Drafter, Midway
 from trainer.modeling.losses import HeadFP8, LossOutput, block_loss
 from trainer.optim import FlatParameters, MasterAdamW, Schedule, adamw_
 from trainer.pipeline.crew import Crew, Worker
@@ -19,7 +19,7 @@ from trainer.pipeline.exchange import Exchange, Share
 from trainer.pipeline.plan import Course, Plan
 from trainer.pipeline.targets import Delivery, DrafterBatch, Feed
 from trainer.runtime import compile, graphs
-from trainer.runtime.devices import Device
+from trainer.runtime.devices import Device, Mark
 
 
 class Lead(Protocol):
@@ -41,15 +41,29 @@ class Start:
         self.updates = updates
 
 
+FIRST_LAYERS = 1
+"""Layers that a backward has ahead when gradients of those above are exchanged: one takes longer than that does."""
+
+
 def draft(drafter: Drafter, embedding: Tensor, batch: DrafterBatch) -> Tensor:
     """The drafter's output for every block, `[B, A, K, D]`. A block's input is its anchor token, then K-1 masks."""
+    return leave(drafter, enter(drafter, embedding, batch, drafter.config.num_hidden_layers), batch)
+
+
+def enter(drafter: Drafter, embedding: Tensor, batch: DrafterBatch, count: int) -> Midway:
+    """The first `count` layers of `draft`."""
     size = drafter.config.block_size
     first = embedding[batch.tokens][:, :, None]
     masks = embedding[drafter.config.mask_token_id].expand(*batch.tokens.shape, size - 1, -1)
+    blocks = torch.cat((first, masks), 2)
     context = drafter.fuse(batch.features)
-    return drafter(
-        context, torch.cat((first, masks), 2), batch.anchors, batch.valid, batch.lengths, batch.starts
-    )
+    return drafter.begin(context, blocks, batch.anchors, batch.valid, batch.lengths, batch.starts, count)
+
+
+def leave(drafter: Drafter, midway: Midway, batch: DrafterBatch) -> Tensor:
+    """The rest of `draft`."""
+    config = drafter.config
+    return drafter.finish(midway, (*batch.tokens.shape, config.block_size, config.hidden_size))
 
 
 class Learner(Worker):
@@ -130,7 +144,7 @@ class Learner(Worker):
         drafter = Drafter(plan.shape, seed=plan.config.train.seed)
         initial = {name: p.detach().clone() for name, p in drafter.named_parameters()}
         self.drafter = drafter.to(device, dtype)
-        self.flat = FlatParameters(self.drafter)
+        self.flat = FlatParameters(self.drafter, early=drafter.settled(FIRST_LAYERS))
         train = plan.config.train
         self.optimizer = MasterAdamW(
             self.flat,
@@ -149,8 +163,7 @@ class Learner(Worker):
         self.head = HeadFP8(exact) if plan.config.runtime.fp8_head else exact
         self.totals = torch.zeros(3, dtype=torch.float64, device=device)
         self.nonfinite = torch.zeros(2, dtype=torch.int64, device=device)
-        shapes = len(plan.batches.lengths)
-        self._forward: Any = compile.compiled(draft, shapes) if self.compiled else draft
+        self._build_forward()
         # what the update reads, in places that a graph can know
         self._rate = torch.zeros((), device=device)
         self._number = torch.zeros((), dtype=torch.int64, device=device)
@@ -158,9 +171,34 @@ class Learner(Worker):
         self._scale = torch.zeros((), device=device)
         # the sum of all workers' gradients, of other nodes' too; one alone needs none
         self._sum = torch.zeros_like(self.optimizer.masters) if plan.all_drafters > 1 else self.flat.gradients
+        self._free = self.device.mark()  # behind the last update: what it reads may be overwritten
         if self.captured:
             self._recorder = graphs.Recorder(self.device)
             self._backwards: dict[int, tuple[DrafterBatch, graphs.Graph[tuple[Tensor, Tensor]]]] = {}
+
+    def _build_forward(self) -> None:
+        """`draft`; with other drafters to exchange gradients with, in two parts, so that a backward can tell where it is."""
+        shapes = len(self._plan.batches.lengths)
+        compiled: Any = functools.partial(compile.compiled, variants=shapes) if self.compiled else _as_it_is
+        self._halfway: Mark | None = None
+        if self._plan.all_drafters == 1 or not self.flat.early:
+            self._forward: Any = compiled(draft)
+            return
+        self._halfway = self.device.recurring_mark()
+        first, rest = compiled(enter), compiled(leave)
+
+        def forward(drafter: Drafter, embedding: Tensor, batch: DrafterBatch) -> Tensor:
+            midway = first(drafter, embedding, batch, FIRST_LAYERS)
+            midway.x.register_hook(lambda gradient: self._pass_halfway())
+            return rest(drafter, midway, batch)
+
+        self._forward = forward
+
+    def _pass_halfway(self) -> None:
+        """The backward has come down to the first layers: the others' gradients are there."""
+        assert self._halfway is not None
+        self.flat.gather_early()
+        self._halfway.pass_again()
 
     def _warm_up(self, length: int) -> None:
         """Forward and backward in the shape of one bucket, with made-up data: compiles, captures, proves the memory."""
@@ -247,8 +285,11 @@ class Learner(Worker):
             metrics, weight = graph.replay()
         else:
             metrics, weight = self._backward(batch)
-        share = Share(self.flat.gradients, metrics, weight, self.device.mark())
-        average = self._exchange.average(self.index, self.device, step, share, self._sum)
+        complete = [(len(self.flat.gradients), self.device.mark())]
+        if self._halfway is not None:
+            complete.insert(0, (self.flat.early, self._halfway))
+        share = Share(self.flat.gradients, metrics, weight, tuple(complete))
+        average = self._exchange.average(self.index, self.device, step, share, self._sum, self._free)
         self._rate.fill_(self._schedule.rate(step))
         self._number.fill_(step)
         self._mean.copy_(average.metrics)
@@ -257,6 +298,7 @@ class Learner(Worker):
             self._update_graph.replay()
         else:
             self._update()
+        self._free = self.device.mark()
 
     def take_totals(self) -> tuple[float, float]:
         """Mean loss and acceptance length since the last call (NaN where no step was finite). Waits for the device."""
@@ -272,6 +314,10 @@ class Learner(Worker):
 
     def rate(self, step: int) -> float:
         return self._schedule.rate(step)
+
+
+def _as_it_is(function: Callable[..., Any]) -> Callable[..., Any]:
+    return function
 
 
 class DrafterWorker(Learner):

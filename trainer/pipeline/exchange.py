@@ -21,7 +21,14 @@ class Share(NamedTuple):
     gradients: Tensor  # [N], compute dtype, on its device: of its loss times its weight
     metrics: Tensor  # float32 [M], on its device
     weight: Tensor  # float32 [], on its device: the denominator of its loss
-    mark: Mark  # when all are complete
+    complete: tuple[
+        tuple[int, Mark], ...
+    ]  # up to where gradients are, and when; at the end all, and the rest
+
+    @property
+    def mark(self) -> Mark:
+        """When all is complete."""
+        return self.complete[-1][1]
 
 
 class Average(NamedTuple):
@@ -36,7 +43,8 @@ class Exchange:
     """Averages over the D drafter workers of each node, always summed in one order: every worker gets the same bits.
 
     The average is weighted, so that all workers' losses make the loss of their batches taken together. The sum is float32,
-    in pairs in the order 0..D-1, then over nodes (`sum_in_pairs`).
+    in pairs in the order 0..D-1, then over nodes (`sum_in_pairs`). It is taken in a stream beside the worker's own: what
+    is complete before a backward ends is fetched and added while the rest of the backward runs.
 
     Args:
         size: D.
@@ -52,27 +60,34 @@ class Exchange:
         self._shares: list[Share | None] = [None] * size
         self._taken: list[Mark | None] = [None] * size
         self._joint: tuple[Average, Mark] | None = None
-        self._parts: list[tuple[Tensor, Mark] | None] = [None] * size
+        self._parts: dict[tuple[int, int], tuple[Tensor, Mark]] = {}
+        self._beside: list[Device | None] = [None] * size
         self._step = 0
         self._brought = threading.Barrier(size, action=lambda: decide(self._step))
         self._added = threading.Barrier(size)
         self._read = threading.Barrier(size)
 
     @torch.no_grad()
-    def average(self, index: int, device: Device, step: int, share: Share, out: Tensor) -> Average:
+    def average(
+        self, index: int, device: Device, step: int, share: Share, out: Tensor, free: Mark
+    ) -> Average:
         """Bring a share, take the average; the sum is written to `out` float32 [N], unless the worker is alone.
 
         The scale is left to the update, which reads every number anyway. When it returns, the share's tensors may be
         overwritten by later work of this worker. Raises Stopped, NodeLost.
+
+        Args:
+            share: all workers' are complete in the same pieces.
+            free: when `out` may be overwritten.
         """
         self._shares[index] = share
         self._step = step
         self._meet(self._brought)
         if self._nodes.alone:
-            average = self._add_up(index, device, out)
+            average = self._add_up(index, device, out, free)
         else:
             if index == 0:
-                self._joint = (self._add_up(index, device, out), device.mark())
+                self._joint = (self._add_up(index, device, out, free), device.mark())
             self._meet(self._added)
             assert self._joint is not None
             average, done = self._joint
@@ -86,35 +101,49 @@ class Exchange:
             device.after(mark)
         return average
 
-    def _add_up(self, index: int, device: Device, out: Tensor) -> Average:
+    def _add_up(self, index: int, device: Device, out: Tensor, free: Mark) -> Average:
         """Of this node's shares, and then of all nodes'."""
         shares = [share for share in self._shares if share is not None]
         lone = self._size == 1 and self._nodes.alone
-        shared = self._size >= SHARED_FROM and self._nodes.alone
-        begin, end = part_of(index, self._size, len(out)) if shared else (0, len(out))
-        for part in _chunks(begin, 0 if lone else end):
-            sum_in_pairs(out[part], (device.fetch(s.gradients[part], s.mark) for s in shares))
-        if shared:
-            self._parts[index] = (out, device.mark())
-            self._meet(self._added)
-            self._take_parts(index, device, out)
+        if not lone:
+            beside = self._beside[index] = self._beside[index] or Device(device.torch)
+            beside.after(free)
+            with beside.entered():
+                self._add_gradients(index, beside, shares, out)
+            device.after(beside.mark())
         here = [(device.fetch(s.metrics, s.mark), device.fetch(s.weight, s.mark)) for s in shares]
         counted = [torch.cat((metrics * weight, weight[None])) for metrics, weight in here]
         totals = torch.empty_like(counted[0])
         sum_in_pairs(totals, counted)
         if not self._nodes.alone:
-            self._nodes.add_up(out, totals)
+            self._nodes.add_up(totals)
         metrics, weight = totals[:-1], totals[-1]
         scale = torch.where(weight > 0, 1 / weight, 0)  # no label in any batch: nothing is learned
         return Average(shares[0].gradients if lone else out, scale, metrics * scale)
 
-    def _take_parts(self, index: int, device: Device, out: Tensor) -> None:
-        """What the others have added up, beginning with the next one's: not all from one at a time."""
+    def _add_gradients(self, index: int, device: Device, shares: list[Share], out: Tensor) -> None:
+        """Piece by piece, as they become complete."""
+        shared = self._size >= SHARED_FROM and self._nodes.alone
+        begin = 0
+        for piece, (end, _) in enumerate(shares[0].complete):
+            mine = part_of(index, self._size, begin, end) if shared else (begin, end)
+            for part in _chunks(*mine):
+                sum_in_pairs(
+                    out[part], (device.fetch(s.gradients[part], s.complete[piece][1]) for s in shares)
+                )
+            if shared:
+                self._parts[piece, index] = (out, device.mark())
+                self._meet(self._added)
+                self._take_parts(index, device, out, piece, (begin, end))
+            if not self._nodes.alone:
+                self._nodes.add_up(out[begin:end])
+            begin = end
+
+    def _take_parts(self, index: int, device: Device, out: Tensor, piece: int, ends: tuple[int, int]) -> None:
+        """What the others have added up of a piece, beginning with the next one's: not all from one at a time."""
         for other in (*range(index + 1, self._size), *range(index)):
-            found = self._parts[other]
-            assert found is not None
-            total, done = found
-            for part in _chunks(*part_of(other, self._size, len(out))):
+            total, done = self._parts[piece, other]
+            for part in _chunks(*part_of(other, self._size, *ends)):
                 out[part].copy_(device.fetch(total[part], done))
 
     def abort(self) -> None:

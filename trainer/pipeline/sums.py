@@ -23,9 +23,10 @@ def fetched(drafters: int) -> float:
     return others if drafters < SHARED_FROM else 3 * others / drafters
 
 
-def part_of(index: int, drafters: int, length: int) -> tuple[int, int]:
-    """Where the part begins and ends that worker `index` adds up."""
-    return index * length // drafters, (index + 1) * length // drafters
+def part_of(index: int, drafters: int, begin: int, end: int) -> tuple[int, int]:
+    """Where the part begins and ends that worker `index` adds up, of what lies between `begin` and `end`."""
+    length = end - begin
+    return begin + index * length // drafters, begin + (index + 1) * length // drafters
 
 
 def sum_in_pairs(out: Tensor, parts: Iterable[Tensor]) -> None:

@@ -2,10 +2,14 @@
 
 from __future__ import annotations
 
+import dataclasses
+
 import pytest
 import torch
 from torch import Tensor
 
+from tests.trainer.modeling.conftest import qwen3
+from trainer.config import DrafterSection
 from trainer.modeling.cache import ContextCache
 from trainer.modeling.drafter import Drafter, DrafterConfig
 from trainer.modeling.losses import block_loss
@@ -143,6 +147,38 @@ def test_padding_and_invalid_blocks_change_nothing(pair: tuple[Target, Drafter],
     got = drafter(cut, x, ANCHORS, VALID, lengths)
     assert torch.equal(got[VALID], expected[VALID])
     assert got.isfinite().all()
+
+
+@pytest.mark.parametrize("count", [1, 2, 3])
+def test_layers_in_two_parts_are_all_layers_and_what_is_settled_between_is_complete(
+    section: DrafterSection, tokens: Tensor, count: int
+) -> None:
+    """While a backward is between the parts, gradients of the matrices told are what they are at its end, and no others."""
+    target = Target(qwen3(), (0, 2))
+    config = DrafterConfig.for_target(target.model.config, dataclasses.replace(section, layers=3))
+    drafter = Drafter(config, seed=3).double()
+    features = target.features(tokens).double()
+    anchors = torch.tensor([[2, 5, 9]] * len(tokens))
+    inputs = blocks(tokens, anchors, target.embedding.double())
+    valid = torch.ones_like(anchors, dtype=torch.bool)
+    wanted = drafter(drafter.fuse(features), inputs, anchors, valid)
+    between: dict[str, Tensor] = {}
+
+    def look(gradient: Tensor) -> None:
+        between.update({n: p.grad.clone() for n, p in drafter.named_parameters() if p.grad is not None})
+
+    midway = drafter.begin(drafter.fuse(features), inputs, anchors, valid, None, None, count)
+    midway.x.register_hook(look)
+    got = drafter.finish(midway, inputs.shape)
+    assert torch.equal(got, wanted)
+    got.square().sum().backward()
+    complete = [
+        name
+        for name, p in drafter.named_parameters()
+        if p.dim() > 1 and name in between and torch.equal(between[name], p.grad)  # type: ignore[arg-type]
+    ]
+    assert complete == drafter.settled(count)
+    assert len(complete) == 5 * (3 - count)
 
 
 def serve(drafter: Drafter, target: Target, ids: Tensor, features: Tensor, steps: list[int]) -> Tensor:

@@ -29,10 +29,12 @@ def _run(size: int, steps: int, work: object) -> None:
 
 @pytest.mark.parametrize("size", [1, 2, 3, 4, 5])
 @pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16])
+@pytest.mark.parametrize("ends", [(257,), (0, 101, 257)])
 def test_the_sum_is_taken_in_drafter_order(
-    size: int, dtype: torch.dtype, monkeypatch: pytest.MonkeyPatch
+    size: int, dtype: torch.dtype, ends: tuple[int, ...], monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    """((g0 + g1) + (g2 + g3)) / (w0 + ... + w3) in float32, whoever comes first; overwriting one's share harms nobody."""
+    """((g0 + g1) + (g2 + g3)) / (w0 + ... + w3) in float32, whoever comes first, in whatever pieces; overwriting one's share
+    harms nobody."""
     monkeypatch.setattr(module, "CHUNK", 50)
     steps, length = 20, 257
     data = torch.randn(steps, size, length, generator=torch.Generator().manual_seed(size)).to(dtype)
@@ -47,8 +49,9 @@ def test_the_sum_is_taken_in_drafter_order(
                 time.sleep(0.0005)
             gradients.copy_(data[step, index])
             weight = torch.tensor(index + 1.0)
-            share = Share(gradients, torch.tensor([float(index), step]), weight, CPU.mark())
-            average = exchange.average(index, CPU, step, share, results[step, index])
+            complete = tuple((end, CPU.mark()) for end in ends)
+            share = Share(gradients, torch.tensor([float(index), step]), weight, complete)
+            average = exchange.average(index, CPU, step, share, results[step, index], CPU.mark())
             metrics[step, index] = average.metrics
             results[step, index] = average.total.float() * average.scale
             gradients.fill_(torch.nan)
@@ -65,8 +68,8 @@ def test_the_sum_is_taken_in_drafter_order(
 
 def test_workers_without_labels_teach_nothing() -> None:
     exchange, out = Exchange(1, lambda step: None), torch.empty(3)
-    share = Share(torch.zeros(3), torch.tensor([5.0]), torch.tensor(0.0), CPU.mark())
-    average = exchange.average(0, CPU, 1, share, out)
+    share = Share(torch.zeros(3), torch.tensor([5.0]), torch.tensor(0.0), ((3, CPU.mark()),))
+    average = exchange.average(0, CPU, 1, share, out, CPU.mark())
     assert average.metrics.tolist() == [0.0]
     assert (average.total * average.scale).tolist() == [0.0, 0.0, 0.0]
 
@@ -81,13 +84,8 @@ def test_all_leave_after_the_same_step() -> None:
         step = 0
         while step < course.last:
             step += 1
-            exchange.average(
-                index,
-                CPU,
-                step,
-                Share(torch.zeros(3), torch.zeros(1), torch.ones(()), CPU.mark()),
-                torch.zeros(3),
-            )
+            share = Share(torch.zeros(3), torch.zeros(1), torch.ones(()), ((3, CPU.mark()),))
+            exchange.average(index, CPU, step, share, torch.zeros(3), CPU.mark())
         last[index] = step
 
     timer = threading.Timer(0.05, course.request_stop)
@@ -101,12 +99,12 @@ def test_all_leave_after_the_same_step() -> None:
 @pytest.mark.parametrize("when", ["before", "during"])
 def test_abort_wakes_who_waits(when: str) -> None:
     exchange = Exchange(2, lambda step: None)
-    share = Share(torch.zeros(3), torch.zeros(1), torch.ones(()), CPU.mark())
+    share = Share(torch.zeros(3), torch.zeros(1), torch.ones(()), ((3, CPU.mark()),))
     left = threading.Event()
 
     def wait() -> None:
         with pytest.raises(Stopped):
-            exchange.average(0, CPU, 1, share, torch.zeros(3))
+            exchange.average(0, CPU, 1, share, torch.zeros(3), CPU.mark())
         left.set()
 
     if when == "before":

@@ -87,8 +87,11 @@ def _average(
             gradient = torch.randn(LENGTH, generator=generator) * 10 ** (number - 3)
             with place.entered():
                 brought = (gradient, torch.tensor([number, step * 1.0]), torch.tensor(number + 1.0))
-                share = Share(*(tensor.to(device) for tensor in brought), place.mark())
-                average = joint.average(index, place, step, share, torch.empty(LENGTH, device=device))
+                free, out = place.mark(), torch.empty(LENGTH, device=device)
+                there, early = [tensor.to(device) for tensor in brought], place.recurring_mark()
+                early.pass_again()
+                share = Share(*there, ((LENGTH // 3, early), (LENGTH, place.mark())))
+                average = joint.average(index, place, step, share, out, free)
                 results[index].append(Average(*(tensor.cpu() for tensor in average)))
 
     threads = [threading.Thread(target=work, args=(index,)) for index in range(size)]

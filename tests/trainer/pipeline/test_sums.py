@@ -62,10 +62,10 @@ def test_other_nodes_stay_within_rounding(dtype: torch.dtype, rounding: float) -
         assert ((split - whole).abs() <= bound).all()
 
 
-@given(st.integers(1, 16), st.integers(0, 1000))
-def test_parts_are_the_whole_and_about_equal(drafters: int, length: int) -> None:
-    parts = [part_of(index, drafters, length) for index in range(drafters)]
-    assert [n for begin, end in parts for n in range(begin, end)] == list(range(length))
+@given(st.integers(1, 16), st.integers(0, 1000), st.integers(0, 1000))
+def test_parts_are_the_whole_and_about_equal(drafters: int, first: int, length: int) -> None:
+    parts = [part_of(index, drafters, first, first + length) for index in range(drafters)]
+    assert [n for begin, end in parts for n in range(begin, end)] == list(range(first, first + length))
     assert max(end - begin for begin, end in parts) - min(end - begin for begin, end in parts) <= 1
 
 
