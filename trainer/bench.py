@@ -29,7 +29,7 @@ import torch
 from trainer import memory
 from trainer.config import RuntimeConfig
 from trainer.options import at_least, counts
-from trainer.runtime import cache, devices, graphs, stacks
+from trainer.runtime import cache, devices, graphs, nvml, stacks
 from trainer.runtime.devices import Device
 from trainer.variants import CAPTURED, FP8, VARIANTS, Bench, Phases, compute_dtype
 from trainer.workload import SHAPES, Workload, drafter_config, flops_of, target_config
@@ -103,6 +103,7 @@ def measure(bench: Bench, steps: int, seconds: float) -> dict[str, Any]:
             marks[-3][-1].synchronize()
         if time.perf_counter() - began > seconds:
             break
+    mhz = nvml.clock(bench.device.torch) if cuda else None  # while it still computes
     clock.wait()
     # from one step's end to the next one's: what the host leaves unfilled between steps counts
     whole = [clock.milliseconds(a[-1], b[-1]) for a, b in itertools.pairwise(marks)]
@@ -119,6 +120,8 @@ def measure(bench: Bench, steps: int, seconds: float) -> dict[str, Any]:
         "spread_ms": [round(min(whole), 2), round(max(whole), 2)] if whole else [],
         "first_loss": bench.first_loss.item() if bench.first_loss is not None else None,
     }
+    if mhz:
+        result["clock_mhz"] = mhz
     if cuda:
         result["peak_gib"] = round(torch.cuda.max_memory_allocated() / 2**30, 1)
         result["reserved_gib"] = round(torch.cuda.max_memory_reserved() / 2**30, 1)
@@ -358,7 +361,8 @@ def _line(result: dict[str, Any]) -> str:
     peak = f"  {result['peak_gib']} GiB" if "peak_gib" in result else ""
     if peak and "predicted_gib" in result:
         peak += f" (predicted {result['predicted_gib']})"
+    mhz = f"  at {result['clock_mhz']} MHz" if "clock_mhz" in result else ""
     return (
         f"{name} {result['step_ms']} ms a step  {result['samples_per_s']} samples/s  "
-        f"{100 * result['share_of_limit']:.1f} % of the limit{peak}  host {result['host_ms']} ms  ({phases})"
+        f"{100 * result['share_of_limit']:.1f} % of the limit{mhz}{peak}  host {result['host_ms']} ms  ({phases})"
     )

@@ -1,12 +1,15 @@
-"""Who holds a GPU's memory, asked of the driver (NVML). Without nvidia-ml-py, the driver or its leave: nobody is named."""
+"""What the driver knows of a GPU (NVML): who holds its memory, how fast it runs. Without nvidia-ml-py, the driver or its
+leave nothing is known."""
 
 from __future__ import annotations
 
-import contextlib
 import os
-from typing import Any, NamedTuple
+from collections.abc import Callable
+from typing import Any, NamedTuple, TypeVar
 
 import torch
+
+T = TypeVar("T")
 
 
 class Holder(NamedTuple):
@@ -22,26 +25,32 @@ class Holder(NamedTuple):
 
 def holders(device: torch.device) -> list[Holder]:
     """The other processes on a CUDA device, those with most memory first."""
-    try:
-        import pynvml
-    except ImportError:
-        return []
-    with contextlib.suppress(pynvml.NVMLError):
-        pynvml.nvmlInit()
-        try:
-            return _ask(pynvml, device)
-        finally:
-            pynvml.nvmlShutdown()
-    return []
-
-
-def _ask(nvml: Any, device: torch.device) -> list[Holder]:
-    # by UUID: CUDA_VISIBLE_DEVICES gives CUDA's devices other numbers than the driver's
-    uuid = str(torch.cuda.get_device_properties(device).uuid)
-    handle = nvml.nvmlDeviceGetHandleByUUID(uuid if uuid.startswith("GPU-") else f"GPU-{uuid}")
-    found = [
-        Holder(process.pid, process.usedGpuMemory or 0)
-        for process in nvml.nvmlDeviceGetComputeRunningProcesses(handle)
-        if process.pid != os.getpid()
+    found = _ask(device, lambda nvml, handle: nvml.nvmlDeviceGetComputeRunningProcesses(handle)) or []
+    others = [
+        Holder(process.pid, process.usedGpuMemory or 0) for process in found if process.pid != os.getpid()
     ]
-    return sorted(found, key=lambda holder: -holder.size)
+    return sorted(others, key=lambda holder: -holder.size)
+
+
+def clock(device: torch.device) -> int | None:
+    """MHz at which a CUDA device computes at this moment: less than it could where it is at a limit of power or heat."""
+    return _ask(device, lambda nvml, handle: nvml.nvmlDeviceGetClockInfo(handle, nvml.NVML_CLOCK_SM))
+
+
+def _ask(device: torch.device, question: Callable[[Any, Any], T]) -> T | None:
+    """`question`, put to NVML and its handle of the device; None: no answer."""
+    try:
+        import pynvml as nvml
+    except ImportError:
+        return None
+    try:
+        nvml.nvmlInit()
+        try:
+            # by UUID: CUDA_VISIBLE_DEVICES gives CUDA's devices other numbers than the driver's
+            uuid = str(torch.cuda.get_device_properties(device).uuid)
+            handle = nvml.nvmlDeviceGetHandleByUUID(uuid if uuid.startswith("GPU-") else f"GPU-{uuid}")
+            return question(nvml, handle)
+        finally:
+            nvml.nvmlShutdown()
+    except nvml.NVMLError:
+        return None

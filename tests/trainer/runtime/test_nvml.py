@@ -1,4 +1,4 @@
-"""Who holds a GPU's memory: the driver's answers, recorded as nvidia-ml-py gives them, and its refusals."""
+"""What the driver tells of a GPU: its answers, recorded as nvidia-ml-py gives them, and its refusals."""
 
 from __future__ import annotations
 
@@ -36,6 +36,8 @@ def driver(monkeypatch: pytest.MonkeyPatch) -> Iterator[Any]:
     module.nvmlShutdown = lambda: opened(-1)
     module.nvmlDeviceGetHandleByUUID = handle
     module.nvmlDeviceGetComputeRunningProcesses = lambda handle: module.processes
+    module.NVML_CLOCK_SM = 1
+    module.nvmlDeviceGetClockInfo = lambda handle, kind: {0: 300, 1: 1845}[kind]
     monkeypatch.setitem(sys.modules, "pynvml", module)
     monkeypatch.setattr(torch.cuda, "get_device_properties", lambda device: SimpleNamespace(uuid="5c0f"))
     yield module
@@ -52,6 +54,10 @@ def test_others_are_named_largest_first(driver: Any) -> None:
     ]
 
 
+def test_the_clock_is_that_of_the_multiprocessors(driver: Any) -> None:
+    assert nvml.clock(CUDA) == 1845
+
+
 def test_a_driver_that_refuses_names_nobody(driver: Any, monkeypatch: pytest.MonkeyPatch) -> None:
     def refuse(*what: object) -> None:
         raise driver.NVMLError("Insufficient Permissions")
@@ -60,6 +66,7 @@ def test_a_driver_that_refuses_names_nobody(driver: Any, monkeypatch: pytest.Mon
     assert nvml.holders(CUDA) == []
     monkeypatch.setattr(driver, "nvmlInit", refuse)
     assert nvml.holders(CUDA) == []
+    assert nvml.clock(CUDA) is None
 
 
 def test_without_the_package_nobody_is_named(monkeypatch: pytest.MonkeyPatch) -> None:
