@@ -16,6 +16,8 @@ from pathlib import Path
 import pytest
 
 from dflashctl.config import SshHost
+from dflashctl.errors import ExitCode, UnreachableError
+from dflashctl.transport.ssh import SshTransport
 
 SSHD = shutil.which("sshd") or "/usr/sbin/sshd"
 
@@ -108,6 +110,10 @@ class Server:
             with contextlib.suppress(ProcessLookupError):
                 os.kill(child, 9)
 
+    def logins(self) -> int:
+        """How many connections have logged in so far."""
+        return (self.folder / "log").read_text().count("Accepted publickey")
+
     def host(self, **changes: object) -> SshHost:
         """The server as hosts.toml would describe it."""
         values: dict[str, object] = {
@@ -120,6 +126,15 @@ class Server:
             "connect_timeout": 5.0,
         }
         return SshHost(**(values | changes))  # type: ignore[arg-type]
+
+
+def refused(transport: SshTransport) -> UnreachableError:
+    """The error with which the transport fails to connect; it must have a fix and the exit code 7."""
+    with transport, pytest.raises(UnreachableError) as caught:
+        transport.connect()
+    assert caught.value.hint
+    assert caught.value.exit_code == ExitCode.UNREACHABLE
+    return caught.value
 
 
 def children(pid: int) -> list[int]:
@@ -161,8 +176,12 @@ def skip_without_sshd() -> None:
         pytest.skip("openssh-server is not installed")
 
 
+MakeServer = Callable[..., Server]
+"""make_server(**options of sshd_config)"""
+
+
 @pytest.fixture
-def make_server(tmp_path: Path, client_key: Path) -> Iterator[Callable[..., Server]]:
+def make_server(tmp_path: Path, client_key: Path) -> Iterator[MakeServer]:
     skip_without_sshd()
     servers: list[Server] = []
 
@@ -176,5 +195,5 @@ def make_server(tmp_path: Path, client_key: Path) -> Iterator[Callable[..., Serv
 
 
 @pytest.fixture
-def server(make_server: Callable[..., Server]) -> Server:
+def server(make_server: MakeServer) -> Server:
     return make_server()

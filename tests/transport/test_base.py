@@ -43,7 +43,7 @@ def alive(pid: int) -> bool:
 
 
 def gone(pid: int) -> bool:
-    """Whether the process ends within 5 s."""
+    """Whether the process ends within 30 s."""
     deadline = time.monotonic() + 30
     while alive(pid) and time.monotonic() < deadline:
         time.sleep(0.02)

@@ -1,7 +1,9 @@
-"""known_hosts: matched as OpenSSH matches, appended whole."""
+"""known_hosts: matched as OpenSSH matches, appended whole; and what a real sshd meets."""
 
 from __future__ import annotations
 
+import base64
+import getpass
 import subprocess
 import threading
 from pathlib import Path
@@ -10,7 +12,8 @@ import pytest
 
 from dflashctl.errors import UnreachableError
 from dflashctl.transport import hostkeys
-from tests.transport.conftest import make_key
+from dflashctl.transport.ssh import SshTransport
+from tests.transport.conftest import MakeServer, Server, make_key, refused
 
 
 @pytest.fixture(scope="module")
@@ -77,8 +80,6 @@ def check(
     text: str, keys: list[tuple[str, str]], tmp_path: Path, *, shown: int = 0, accept_new: bool = True
 ) -> Path:
     """Verify that `pve1` shows keys[shown] against a file of that text; K0 and K1 stand for the keys."""
-    import base64
-
     file = tmp_path / "known_hosts"
     for number, (kind, blob) in enumerate(keys):
         text = text.replace(f"K{number}", f"{kind} {blob}")
@@ -129,8 +130,6 @@ def test_refused_whatever_is_accepted(
 
 
 def test_fingerprints_are_those_of_ssh_keygen(tmp_path: Path) -> None:
-    import base64
-
     key = make_key(tmp_path / "key", kind="ecdsa")
     truth = subprocess.run(["ssh-keygen", "-lf", str(key)], capture_output=True, text=True, check=True).stdout
     blob = base64.b64decode(key.with_suffix(".pub").read_text().split()[1])
@@ -159,3 +158,107 @@ def test_a_file_that_cant_be_written(tmp_path: Path) -> None:
     (tmp_path / "file").write_text("")
     with pytest.raises(UnreachableError, match="can't be saved: "):
         hostkeys.add(tmp_path / "file" / "known_hosts", "pve1", "ssh-rsa", b"x")
+
+
+# Before a real sshd
+
+
+def test_an_unknown_key_is_refused_when_nobody_can_be_asked(server: Server) -> None:
+    server.known_hosts.unlink()
+    error = refused(SshTransport(server.host()))
+    printed = subprocess.run(
+        ["ssh-keygen", "-lf", str(server.host_key)], capture_output=True, text=True
+    ).stdout
+    assert printed.split()[1] in error.message
+    assert f"the host key of {server.name} is not known" in error.message
+    assert "--accept-new" in error.hint
+    assert not server.known_hosts.exists()
+
+
+def test_an_unknown_key_is_asked_about(server: Server) -> None:
+    server.known_hosts.unlink()
+    questions: list[str] = []
+
+    def answer(question: str) -> bool:
+        questions.append(question)
+        return len(questions) > 1
+
+    error = refused(SshTransport(server.host(), confirm=answer))
+    assert "was not accepted" in error.message
+    assert not server.known_hosts.exists()
+    for _ in range(2):
+        with SshTransport(server.host(), confirm=answer) as ssh:
+            ssh.connect()
+    assert len(questions) == 2, "known after the yes"
+    assert "SHA256:" in questions[0]
+    assert str(server.known_hosts) in questions[0]
+
+
+def test_accept_new_adds_the_key_in_a_form_that_ssh_reads(server: Server) -> None:
+    server.known_hosts.write_text("# no newline at the end")
+    with SshTransport(server.host(), accept_new=True) as ssh:
+        ssh.connect()
+    assert server.known_hosts.read_text().startswith("# no newline at the end\n[127.0.0.1]:")
+    found = subprocess.run(
+        ["ssh-keygen", "-F", server.name, "-f", str(server.known_hosts)], capture_output=True
+    )
+    assert found.returncode == 0
+
+
+def test_a_new_known_hosts_file_is_private(server: Server, client_home: Path) -> None:
+    file = client_home / "new" / "known_hosts"
+    with SshTransport(server.host(known_hosts_file=file), accept_new=True) as ssh:
+        ssh.connect()
+    assert (file.stat().st_mode & 0o777, file.parent.stat().st_mode & 0o777) == (0o600, 0o700)
+
+
+@pytest.mark.parametrize("accept_new", [False, True])
+def test_a_changed_key_is_always_refused(server: Server, accept_new: bool) -> None:
+    old = server.known_hosts.read_text()
+    server.known_hosts.write_text("# a line\n" + old)
+    server.stop()
+    server.host_key.unlink()
+    make_key(server.host_key)
+    server.start()
+    error = refused(SshTransport(server.host(), accept_new=accept_new, confirm=lambda _: True))
+    assert f"the host key of {server.name} has changed" in error.message
+    assert error.where == f"{server.known_hosts}:2"
+    assert f"ssh-keygen -R '{server.name}' -f {server.known_hosts}" in error.hint
+    assert hostkeys.fingerprint(hostkeys.read([server.known_hosts])[0].blob) in error.message
+    assert server.known_hosts.read_text() == "# a line\n" + old
+
+
+def test_a_known_key_is_asked_for_even_where_the_host_has_others(
+    make_server: MakeServer, tmp_path: Path
+) -> None:
+    """Only the RSA key is known; by its own order the host would show the Ed25519 one."""
+    rsa = make_key(tmp_path / "rsa", kind="rsa")
+    server = make_server()
+    server.stop()
+    server.options["HostKey"] = f"{server.host_key}\nHostKey {rsa}"
+    server.start()
+    kind, blob = rsa.with_suffix(".pub").read_text().split()[:2]
+    server.known_hosts.write_text(f"{server.name} {kind} {blob}\n")
+    with SshTransport(server.host()) as ssh:
+        assert ssh.run(["true"], timeout=10).exit_code == 0
+
+
+def test_known_hosts_and_alias_of_ssh_config(server: Server, client_home: Path) -> None:
+    kind, blob = server.host_key.with_suffix(".pub").read_text().split()[:2]
+    (client_home / "mine").write_text(f"prod {kind} {blob}\n")
+    (client_home / ".ssh" / "config").write_text(
+        f"Host pve\n  HostName 127.0.0.1\n  Port {server.port}\n  User {getpass.getuser()}\n"
+        f"  IdentityFile {server.key}\n  HostKeyAlias prod\n  UserKnownHostsFile ~/mine\n"
+    )
+    with SshTransport(
+        server.host(address="pve", port=None, user=None, identity_file=None, known_hosts_file=None)
+    ) as ssh:
+        assert ssh.user == getpass.getuser()
+        assert ssh.run(["true"], timeout=10).exit_code == 0
+
+
+def test_the_users_own_known_hosts_file_counts_as_well(server: Server, client_home: Path) -> None:
+    server.known_hosts.rename(client_home / ".ssh" / "known_hosts")
+    with SshTransport(server.host()) as ssh:
+        ssh.connect()
+    assert not server.known_hosts.exists()
