@@ -1,4 +1,4 @@
-"""What a run is decided from (most of it is tested by runs, in test_train.py)."""
+"""What a run is decided from (most of it is tested by runs, in test_train_refusals.py)."""
 
 from __future__ import annotations
 

@@ -8,7 +8,7 @@ from pathlib import Path
 import pytest
 import torch
 
-from tests.trainer.pipeline.runs import make_dataset, make_target, write_config
+from tests.trainer.pipeline.runs import write_config
 from trainer import room
 from trainer.__main__ import main
 from trainer.config import load
@@ -17,9 +17,8 @@ from trainer.plan import here_for
 
 
 @pytest.fixture(scope="module")
-def config(tmp_path_factory: pytest.TempPathFactory) -> Path:
-    folder = tmp_path_factory.mktemp("parts")
-    return write_config(folder / "c.toml", make_target(folder / "target"), make_dataset(folder / "data"))
+def config(tmp_path_factory: pytest.TempPathFactory, parts: tuple[Path, Path]) -> Path:
+    return write_config(tmp_path_factory.mktemp("plan") / "c.toml", *parts)
 
 
 def test_a_table_for_each_size_of_batch(

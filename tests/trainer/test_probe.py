@@ -11,7 +11,7 @@ from typing import Any
 import pytest
 import torch
 
-from tests.trainer.pipeline.runs import arguments, events, make_dataset, make_target, write_config
+from tests.trainer.pipeline.runs import arguments, events, write_config
 from trainer import probe, room, train
 from trainer.config import ConfigError, DevicesConfig
 from trainer.events import Events
@@ -20,19 +20,7 @@ from trainer.pipeline.balance import Costs, Placement
 from trainer.pipeline.crew import Crew, Worker
 from trainer.pipeline.training import Training
 
-
-@pytest.fixture(scope="module")
-def parts(tmp_path_factory: pytest.TempPathFactory) -> tuple[Path, Path]:
-    folder = tmp_path_factory.mktemp("parts")
-    return make_target(folder / "target"), make_dataset(folder / "data")
-
-
-@pytest.fixture(autouse=True)
-def _none_left() -> Any:
-    before = torch.get_num_threads()
-    yield
-    torch.set_num_threads(before)
-    assert not [t.name for t in threading.enumerate() if t.name.startswith(("target-", "drafter-"))]
+pytestmark = pytest.mark.usefixtures("no_worker_left")
 
 
 def _run(tmp_path: Path, parts: tuple[Path, Path], name: str, resume: str = "", **sections: Any) -> int:

@@ -13,7 +13,7 @@ from typing import Any
 import pytest
 import torch
 
-from tests.trainer.pipeline.runs import arguments, events, make_dataset, make_target, write_config
+from tests.trainer.pipeline.runs import arguments, events, make_dataset, write_config
 from trainer import room, train
 from trainer.config import ConfigError, parse
 from trainer.memory import Shape, TargetSize, batch_bytes
@@ -110,11 +110,14 @@ def test_what_does_not_fit_is_refused_with_what_would(
 
 @pytest.mark.parametrize("how", ["refuse", "warn"])
 def test_a_run_is_refused_before_anything_is_loaded(
-    tmp_path: Path, monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str], how: str
+    tmp_path: Path,
+    parts: tuple[Path, Path],
+    monkeypatch: pytest.MonkeyPatch,
+    capsys: pytest.CaptureFixture[str],
+    how: str,
 ) -> None:
     small = room._predict
     monkeypatch.setattr(room, "_predict", lambda *a: dataclasses.replace(small(*a), free=1000))
-    parts = make_target(tmp_path / "target"), make_dataset(tmp_path / "data")
     config = write_config(tmp_path / "c.toml", *parts, runtime={"memory": how}, train={"steps": 1})
     assert train.run(arguments(config, tmp_path / "run")) == (1 if how == "refuse" else 0)
     out = capsys.readouterr().out

@@ -9,8 +9,9 @@ from typing import Any
 import pytest
 import torch
 
+from tests.trainer.conftest import losses, same_masters
 from tests.trainer.pipeline.runs import arguments, events, make_dataset, make_target, write_config
-from trainer import checkpoint, train
+from trainer import train
 from trainer.modeling import fp8
 from trainer.pipeline.training import Training
 from trainer.runtime import graphs
@@ -48,7 +49,7 @@ class _Recorder:
 def _run(folder: Path, name: str, parts: tuple[Path, Path], **sections: dict[str, Any]) -> list[float]:
     config = write_config(folder / f"{name}.toml", *parts, **sections)
     assert train.run(arguments(config, folder / name)) == 0
-    return [e["loss"] for e in events(folder / name, "step")]
+    return losses(folder / name)
 
 
 @pytest.mark.parametrize(
@@ -56,10 +57,14 @@ def _run(folder: Path, name: str, parts: tuple[Path, Path], **sections: dict[str
     [("ce-decay", "off", "split"), ("ce-dpace", "off", "colocated"), ("ce-decay", "on", "split")],
 )
 def test_static_tensors_change_nothing(
-    tmp_path: Path, monkeypatch: pytest.MonkeyPatch, loss: str, packing: str, topology: str
+    tmp_path: Path,
+    parts: tuple[Path, Path],
+    monkeypatch: pytest.MonkeyPatch,
+    loss: str,
+    packing: str,
+    topology: str,
 ) -> None:
     """What is put into a graph's tensors, and what is read of them before the next replay, is all that a step consists of."""
-    parts = make_target(tmp_path / "target"), make_dataset(tmp_path / "data")
     devices = {"targets": ["cpu"] * 2, "drafters": ["cpu"] * 2, "cpu_threads": 1, "topology": topology}
     sections: dict[str, Any] = {
         "devices": devices,
@@ -70,16 +75,12 @@ def test_static_tensors_change_nothing(
     monkeypatch.setattr(graphs, "wanted", lambda runtime, device: runtime.cuda_graphs == "explicit")
     monkeypatch.setattr(graphs, "Recorder", _Recorder)
     assert _run(tmp_path, "explicit", parts, runtime={"cuda_graphs": "explicit"}, **sections) == wanted
-    masters = [
-        checkpoint.read(tmp_path / name / "checkpoints/step-00000012").masters()
-        for name in ("off", "explicit")
-    ]
-    for name, tensor in masters[0].items():
-        assert torch.equal(tensor, masters[1][name]), name
+    assert same_masters(tmp_path / "off", tmp_path / "explicit", 12)
 
 
-def test_explicit_graphs_on_the_cpu_are_refused(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
-    parts = make_target(tmp_path / "target"), make_dataset(tmp_path / "data")
+def test_explicit_graphs_on_the_cpu_are_refused(
+    tmp_path: Path, parts: tuple[Path, Path], capsys: pytest.CaptureFixture[str]
+) -> None:
     config = write_config(tmp_path / "c.toml", *parts, runtime={"cuda_graphs": "explicit"})
     assert train.run(arguments(config, tmp_path / "run")) == 1
     assert "needs CUDA devices" in capsys.readouterr().out
@@ -87,19 +88,19 @@ def test_explicit_graphs_on_the_cpu_are_refused(tmp_path: Path, capsys: pytest.C
 
 @pytest.mark.parametrize("setting", ["fp8_target", "fp8_head"])
 def test_8_bits_are_refused_before_anything_is_loaded(
-    tmp_path: Path, capsys: pytest.CaptureFixture[str], setting: str
+    tmp_path: Path, parts: tuple[Path, Path], capsys: pytest.CaptureFixture[str], setting: str
 ) -> None:
-    parts = make_target(tmp_path / "target"), make_dataset(tmp_path / "data")
     config = write_config(tmp_path / "c.toml", *parts, runtime={setting: True})
     assert train.run(arguments(config, tmp_path / "run")) == 1
     assert f"runtime.{setting} needs a GPU" in capsys.readouterr().out
     assert events(tmp_path / "run", "target_loading") == []
 
 
-def test_a_run_in_8_bits_learns_alike(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+def test_a_run_in_8_bits_learns_alike(
+    tmp_path: Path, parts: tuple[Path, Path], monkeypatch: pytest.MonkeyPatch
+) -> None:
     """PyTorch multiplies in 8 bits on the CPU too, though slowly."""
     monkeypatch.setattr(fp8, "require", lambda *what: None)
-    parts = make_target(tmp_path / "target"), make_dataset(tmp_path / "data")
     exact, narrow = (
         _run(tmp_path, name, parts, train={"steps": 20}, runtime=runtime)
         for name, runtime in (("exact", {}), ("fp8", {"fp8_target": True, "fp8_head": True}))
@@ -116,13 +117,13 @@ def test_a_run_in_8_bits_learns_alike(tmp_path: Path, monkeypatch: pytest.Monkey
 def test_a_captured_run_in_8_bits_learns_alike_on_a_gpu(tmp_path: Path) -> None:
     parts = make_target(tmp_path / "target", head_dim=16), make_dataset(tmp_path / "data")
     devices = {"targets": ["cuda:0"], "drafters": ["cuda:0"]}
-    losses = {
+    curves = {
         name: _run(tmp_path, name, parts, devices=devices, train={"steps": 60}, runtime=runtime)
         for name, runtime in (("exact", {}), ("fp8", {"fp8_target": True, "fp8_head": True}))
     }
-    print(f"{losses['exact'][-1]:.4f} exact, {losses['fp8'][-1]:.4f} in 8 bits")
-    assert losses["fp8"] != losses["exact"]
-    assert losses["fp8"] == pytest.approx(losses["exact"], rel=0.05)
+    print(f"{curves['exact'][-1]:.4f} exact, {curves['fp8'][-1]:.4f} in 8 bits")
+    assert curves["fp8"] != curves["exact"]
+    assert curves["fp8"] == pytest.approx(curves["exact"], rel=0.05)
 
 
 @pytest.mark.gpu
@@ -131,35 +132,27 @@ def test_a_captured_run_in_8_bits_learns_alike_on_a_gpu(tmp_path: Path) -> None:
 @pytest.mark.timeout(300)
 @pytest.mark.parametrize("packing", ["off", "on"])
 def test_two_targets_and_two_drafters_on_one_gpu(
-    tmp_path: Path, monkeypatch: pytest.MonkeyPatch, packing: str
+    tmp_path: Path, trainings: list[Training], packing: str
 ) -> None:
     """250 steps, uncaptured and captured: no deadlock, no recompilation, replicas equal, equal losses, and it learns."""
-    kept: list[Training] = []
-
-    class Kept(Training):
-        def __post_init__(self) -> None:
-            super().__post_init__()
-            kept.append(self)
-
-    monkeypatch.setattr(train, "Training", Kept)
     parts = make_target(tmp_path / "target", head_dim=16), make_dataset(tmp_path / "data")
     devices = {"targets": ["cuda:0"] * 2, "drafters": ["cuda:0"] * 2}
-    losses = {}
+    curves = {}
     for how in ("off", "explicit"):
         sections: dict[str, Any] = {"runtime": {"cuda_graphs": how}, "data": {"packing": packing}}
-        losses[how] = _run(tmp_path, how, parts, devices=devices, train={"steps": 250}, **sections)
-        first, second = (worker.optimizer.masters for worker in kept[-1].drafters)
+        curves[how] = _run(tmp_path, how, parts, devices=devices, train={"steps": 250}, **sections)
+        first, second = (worker.optimizer.masters for worker in trainings[-1].drafters)
         assert torch.equal(first, second), how
-        for part in [*(worker.producer for worker in kept[-1].targets), *kept[-1].drafters]:
+        for part in [*(worker.producer for worker in trainings[-1].targets), *trainings[-1].drafters]:
             assert part.compiled
             assert part.captured == (how == "explicit")
         ready = events(tmp_path / how, "drafter_ready")
         last = events(tmp_path / how, "step")[-1]
         print(f"{how}: warm-up {[e['seconds'] for e in ready]} s, {last['step_s'] * 1000:.2f} ms a step")
-    difference = max(abs(a - b) for a, b in zip(losses["off"], losses["explicit"], strict=True))
-    print(f"losses {losses['off'][0]:.4f} -> {losses['off'][-1]:.4f}, largest difference {difference:.3g}")
-    assert sum(losses["off"][-20:]) < sum(losses["off"][:20])
-    assert losses["explicit"] == pytest.approx(losses["off"], rel=1e-2)
+    difference = max(abs(a - b) for a, b in zip(curves["off"], curves["explicit"], strict=True))
+    print(f"losses {curves['off'][0]:.4f} -> {curves['off'][-1]:.4f}, largest difference {difference:.3g}")
+    assert sum(curves["off"][-20:]) < sum(curves["off"][:20])
+    assert curves["explicit"] == pytest.approx(curves["off"], rel=1e-2)
 
 
 @pytest.mark.gpu

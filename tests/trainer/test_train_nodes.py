@@ -14,19 +14,14 @@ from typing import Any
 import pytest
 import torch
 
+from tests.trainer.conftest import losses, same_masters
 from tests.trainer.pipeline.processes import Process, world
-from tests.trainer.pipeline.runs import events, make_dataset, make_target, write_config
+from tests.trainer.pipeline.runs import events, make_target, write_config
 from trainer import checkpoint
 from trainer.__main__ import main
 from trainer.pipeline.lead import Reporter
 
 ROOT = Path(__file__).parents[2]
-
-
-@pytest.fixture(scope="module")
-def parts(tmp_path_factory: pytest.TempPathFactory) -> tuple[Path, Path]:
-    folder = tmp_path_factory.mktemp("parts")
-    return make_target(folder / "target"), make_dataset(folder / "data")
 
 
 def _train(config: Path, run: Path, resume: str, before: Callable[[], None] | None) -> int:
@@ -37,12 +32,12 @@ def _train(config: Path, run: Path, resume: str, before: Callable[[], None] | No
     )
 
 
-Start = Callable[..., list[Process]]
+Nodes = Callable[..., list[Process]]
 
 
 @pytest.fixture
-def start(tmp_path: Path, parts: tuple[Path, Path]) -> Iterator[Start]:
-    """start(name, *drafters of each node, ...) -> its processes, each with the run folder runs/NAME-RANK."""
+def nodes(tmp_path: Path, parts: tuple[Path, Path]) -> Iterator[Nodes]:
+    """nodes(name, *drafters of each node, ...) -> its processes, each with the run folder runs/NAME-RANK."""
     made: list[Process] = []
 
     def go(
@@ -69,27 +64,29 @@ def start(tmp_path: Path, parts: tuple[Path, Path]) -> Iterator[Start]:
 
 def _ends(processes: list[Process], *codes: int) -> None:
     got = [process.end() for process in processes]
-    assert got == list(codes), "\n".join(process.out + process.err for process in processes)
+    assert got == list(codes), _said(processes)
 
 
-def _losses(run: Path, file: str = "events.jsonl") -> list[float]:
-    return [e["loss"] for e in events(run, "step", file)]
+def _until(done: Callable[[], bool], processes: list[Process], seconds: float = 150) -> None:
+    deadline = time.monotonic() + seconds
+    while not done():
+        assert time.monotonic() < deadline, _said(processes)
+        time.sleep(0.02)
 
 
-def _same_weights(one: Path, other: Path, step: int) -> bool:
-    masters = [checkpoint.read(run / f"checkpoints/step-{step:08d}").masters() for run in (one, other)]
-    return all(torch.equal(tensor, masters[1][name]) for name, tensor in masters[0].items())
+def _said(processes: list[Process]) -> str:
+    return "\n".join(process.out + process.err for process in processes)
 
 
-def test_nodes_train_as_one_with_all_drafters_does(tmp_path: Path, start: Start) -> None:
+def test_nodes_train_as_one_with_all_drafters_does(tmp_path: Path, nodes: Nodes) -> None:
     """2 x 2 drafters and 1 x 4: the same losses and weights to the last bit; and either goes on from the other. Rows are
     packed, and the run goes beyond an epoch (10 batches)."""
     sections: dict[str, Any] = {"train": {"checkpoint_every": 3}, "data": {"packing": "on"}}
-    _ends([*start("two", 2, 2, **sections), *start("one", 4, targets=2, **sections)], 0, 0, 0)
+    _ends([*nodes("two", 2, 2, **sections), *nodes("one", 4, targets=2, **sections)], 0, 0, 0)
     two, other, one = (tmp_path / "runs" / name for name in ("two-0", "two-1", "one-0"))
-    assert len(_losses(one)) == 6
-    assert _losses(two) == _losses(other, "events.node1.jsonl") == _losses(one)
-    assert _same_weights(two, one, 6)
+    assert len(losses(one)) == 6
+    assert losses(two) == losses(other, "events.node1.jsonl") == losses(one)
+    assert same_masters(two, one, 6)
     assert not (other / "checkpoints").exists()
     records = [checkpoint.read(run / "checkpoints/step-00000006").record for run in (two, one)]
     for name in ("settings", "counters", "position"):
@@ -102,18 +99,18 @@ def test_nodes_train_as_one_with_all_drafters_does(tmp_path: Path, start: Start)
 
     for run in (two, one):  # as if it had ended after step 3
         (run / "checkpoints/step-00000006").rename(run / "gone")
-    again = start("again", 1, 3, resume=str(one), **sections), start("back", 4, resume=str(two), **sections)
+    again = nodes("again", 1, 3, resume=str(one), **sections), nodes("back", 4, resume=str(two), **sections)
     _ends([*again[0], *again[1]], 0, 0, 0)
-    assert _losses(tmp_path / "runs/back-0") == _losses(one)[3:]
-    assert _losses(tmp_path / "runs/again-0") == pytest.approx(_losses(one)[3:], rel=1e-5), (
+    assert losses(tmp_path / "runs/back-0") == losses(one)[3:]
+    assert losses(tmp_path / "runs/again-0") == pytest.approx(losses(one)[3:], rel=1e-5), (
         "1 + 3 is no power of two"
     )
 
 
-def test_a_stop_on_one_node_stops_all_with_a_checkpoint(tmp_path: Path, start: Start) -> None:
+def test_a_stop_on_one_node_stops_all_with_a_checkpoint(tmp_path: Path, nodes: Nodes) -> None:
     sections: dict[str, Any] = {"train": {"steps": 100000, "log_every": 1000}, "nodes": {"timeout": 60.0}}
-    processes = start("run", 1, 1, variables={"DFLASH_RUN_ID": "run"}, **sections)
-    _wait_for(processes[0], "step 1/")
+    processes = nodes("run", 1, 1, variables={"DFLASH_RUN_ID": "run"}, **sections)
+    _until(lambda: "step 1/" in processes[0].out, processes)
     os.kill(processes[1].pid, signal.SIGTERM)
     _ends(processes, 143, 143)
     run, other = tmp_path / "runs/run-0", tmp_path / "runs/run-1"
@@ -132,9 +129,9 @@ def _fail_when_loading() -> None:
     Target.load = fail  # type: ignore[assignment, method-assign]
 
 
-def test_a_failure_before_the_first_step_ends_all_with_its_reason(tmp_path: Path, start: Start) -> None:
+def test_a_failure_before_the_first_step_ends_all_with_its_reason(tmp_path: Path, nodes: Nodes) -> None:
     began = time.monotonic()
-    processes = start("run", 1, 1, before=(None, _fail_when_loading))
+    processes = nodes("run", 1, 1, before=(None, _fail_when_loading))
     _ends(processes, 1, 1)
     assert time.monotonic() - began < 60
     (failed,) = events(tmp_path / "runs/run-0", "failed")
@@ -154,9 +151,9 @@ def _load_for_ever() -> None:
     Target.load = lambda *_: time.sleep(600)  # type: ignore[assignment, method-assign]
 
 
-def test_a_stop_before_the_first_step_stops_all(tmp_path: Path, start: Start) -> None:
-    processes = start("run", 1, 1, before=(None, _load_for_ever))
-    _wait_for(processes[0], "Drafter 0 ready")
+def test_a_stop_before_the_first_step_stops_all(tmp_path: Path, nodes: Nodes) -> None:
+    processes = nodes("run", 1, 1, before=(None, _load_for_ever))
+    _until(lambda: "Drafter 0 ready" in processes[0].out, processes)
     os.kill(processes[1].pid, signal.SIGTERM)
     _ends(processes, 143, 143)
     ends = events(tmp_path / "runs/run-0")[-1], events(tmp_path / "runs/run-1", file="events.node1.jsonl")[-1]
@@ -172,8 +169,8 @@ def _never_save() -> None:
     checkpoint.save = _refuse_to_save  # type: ignore[assignment]
 
 
-def test_no_node_ends_well_before_the_last_checkpoint_is_there(tmp_path: Path, start: Start) -> None:
-    _ends(start("run", 1, 1, before=(_never_save, None)), 1, 1)
+def test_no_node_ends_well_before_the_last_checkpoint_is_there(tmp_path: Path, nodes: Nodes) -> None:
+    _ends(nodes("run", 1, 1, before=(_never_save, None)), 1, 1)
     (failed,) = events(tmp_path / "runs/run-1", "failed", "events.node1.jsonl")
     assert failed["error"].endswith(
         ") failed, so all end: drafter-0 on cpu at step 6: CheckpointError: the disk is full"
@@ -187,8 +184,8 @@ def _begin_elsewhere() -> None:
     drafters.Drafter = lambda shape, seed: Drafter(shape, seed=seed + 1)  # type: ignore[assignment, misc]
 
 
-def test_nodes_with_other_weights_are_refused(tmp_path: Path, start: Start) -> None:
-    _ends(start("run", 1, 1, before=(None, _begin_elsewhere)), 1, 1)
+def test_nodes_with_other_weights_are_refused(tmp_path: Path, nodes: Nodes) -> None:
+    _ends(nodes("run", 1, 1, before=(None, _begin_elsewhere)), 1, 1)
     (failed,) = events(tmp_path / "runs/run-0", "failed")
     assert "weights at the start (checksum): " in failed["error"]
 
@@ -219,28 +216,28 @@ def _stand_still_at_5() -> None:
 
 
 def test_after_a_kill_all_go_on_from_the_newest_checkpoint_wherever_it_is(
-    tmp_path: Path, start: Start
+    tmp_path: Path, nodes: Nodes
 ) -> None:
     """As torchrun does it, which may give the nodes other ranks: the checkpoint is then on node 1. Rows are packed."""
     sections: dict[str, Any] = {"train": {"checkpoint_every": 2}, "data": {"packing": "on"}}
     elastic = {"TORCHELASTIC_RUN_ID": "x"}
-    (whole,) = start("whole", 2, **sections)
-    processes = start("run", 1, 1, before=(None, _kill_at_3), **sections)
+    (whole,) = nodes("whole", 2, **sections)
+    processes = nodes("run", 1, 1, before=(None, _kill_at_3), **sections)
     _ends([whole, *processes], 0, 1, -signal.SIGKILL)
     (failed,) = events(tmp_path / "runs/run-0", "failed")
     assert "another node is gone without a word" in failed["error"]
     assert failed["worker"] == "drafter-0"
     os.rename(tmp_path / "runs/run-0", tmp_path / "runs/next-1")
-    _ends(start("next", 1, 1, variables=elastic, **sections), 0, 0)
+    _ends(nodes("next", 1, 1, variables=elastic, **sections), 0, 0)
     resumed = tmp_path / "runs/next-0"
     assert events(resumed, "start")[0]["resumed_step"] == 2
-    assert _losses(resumed) == _losses(tmp_path / "runs/whole-0")[2:]
-    assert _same_weights(resumed, tmp_path / "runs/whole-0", 6)
+    assert losses(resumed) == losses(tmp_path / "runs/whole-0")[2:]
+    assert same_masters(resumed, tmp_path / "runs/whole-0", 6)
 
 
-def test_nodes_with_other_settings_are_refused(tmp_path: Path, start: Start) -> None:
+def test_nodes_with_other_settings_are_refused(tmp_path: Path, nodes: Nodes) -> None:
     other = {"train": {"learning_rate": 2e-3, "checkpoint_every": 5}}
-    _ends(start("run", 1, 1, only=({}, other)), 1, 1)
+    _ends(nodes("run", 1, 1, only=({}, other)), 1, 1)
     for run, file in (
         (tmp_path / "runs/run-0", "events.jsonl"),
         (tmp_path / "runs/run-1", "events.node1.jsonl"),
@@ -251,18 +248,11 @@ def test_nodes_with_other_settings_are_refused(tmp_path: Path, start: Start) -> 
         assert "train.checkpoint_every: 0 on node 0, 5 on node 1" in failed["error"]
 
 
-def _wait_for(process: Process, line: str, seconds: float = 150) -> None:
-    deadline = time.monotonic() + seconds
-    while line not in process.out:
-        assert time.monotonic() < deadline, process.out + process.err
-        time.sleep(0.02)
-
-
 @pytest.mark.gpu
 @pytest.mark.slow
 @pytest.mark.skipif(torch.cuda.device_count() < 2, reason="needs two CUDA devices")
 @pytest.mark.timeout(300)
-def test_two_nodes_with_a_gpu_each(tmp_path: Path, start: Start) -> None:
+def test_two_nodes_with_a_gpu_each(tmp_path: Path, nodes: Nodes) -> None:
     """By NCCL: the curve of one node with both GPUs; and a node that is killed is missed at once, not by a timeout."""
     make_target(tmp_path / "target", head_dim=16)  # flex attention has no smaller ones on CUDA
     sections: dict[str, Any] = {
@@ -272,9 +262,9 @@ def test_two_nodes_with_a_gpu_each(tmp_path: Path, start: Start) -> None:
     }
     only = tuple({"devices": {"targets": [f"cuda:{n}"], "drafters": [f"cuda:{n}"]}} for n in (0, 1))
     both = {"devices": {"targets": ["cuda:0", "cuda:1"], "drafters": ["cuda:0", "cuda:1"]}}
-    _ends([*start("two", 1, 1, only=only, **sections), *start("one", 2, only=(both,), **sections)], 0, 0, 0)
-    assert _losses(tmp_path / "runs/two-0") == pytest.approx(_losses(tmp_path / "runs/one-0"), rel=1e-3)
-    processes = start("killed", 1, 1, only=only, before=(None, _kill_at_3), **sections)
+    _ends([*nodes("two", 1, 1, only=only, **sections), *nodes("one", 2, only=(both,), **sections)], 0, 0, 0)
+    assert losses(tmp_path / "runs/two-0") == pytest.approx(losses(tmp_path / "runs/one-0"), rel=1e-3)
+    processes = nodes("killed", 1, 1, only=only, before=(None, _kill_at_3), **sections)
     assert processes[1].end() == -signal.SIGKILL
     began = time.monotonic()
     assert processes[0].end() == 1
@@ -365,23 +355,23 @@ def _read(stat: Path) -> list[str]:
 
 @pytest.mark.timeout(300)
 def test_torchrun_starts_all_again_from_the_last_checkpoint(
-    tmp_path: Path, start: Start, torchrun: Torchrun
+    tmp_path: Path, nodes: Nodes, torchrun: Torchrun
 ) -> None:
     """Node 1 is killed at step 3; both go on from step 2, to the losses and weights of a run that nothing happened to."""
     train = {"checkpoint_every": 2}
     agents = [torchrun(node, before=_kill_node_1_at_3, train=train) for node in (0, 1)]
-    (whole,) = start("whole", 2, train=train)
+    (whole,) = nodes("whole", 2, train=train)
     _ends([*agents, whole], 0, 0, 0)
     run = tmp_path / "runs/run"
     assert [e["resumed_step"] for e in events(run, "start")] == [0, 2]
     assert [e["status"] for e in events(run, "end")] == ["failed", "finished"]
-    assert _losses(run)[-4:] == _losses(tmp_path / "runs/whole-0")[2:]
-    assert _same_weights(run, tmp_path / "runs/whole-0", 6)
+    assert losses(run)[-4:] == losses(tmp_path / "runs/whole-0")[2:]
+    assert same_masters(run, tmp_path / "runs/whole-0", 6)
 
 
 @pytest.mark.slow
 @pytest.mark.timeout(300)
-def test_a_machine_that_is_lost_may_be_replaced(tmp_path: Path, start: Start, torchrun: Torchrun) -> None:
+def test_a_machine_that_is_lost_may_be_replaced(tmp_path: Path, nodes: Nodes, torchrun: Torchrun) -> None:
     """Its torchrun dies with it. The other waits for a new one, and they go on, whichever becomes node 0."""
     sections: dict[str, Any] = {"train": {"checkpoint_every": 2}}
     # else a torchrun that comes later never learns where the store is (2.13)
@@ -391,15 +381,15 @@ def test_a_machine_that_is_lost_may_be_replaced(tmp_path: Path, start: Start, to
         torchrun(1, before=_stand_still_at_5, **shared, **sections),
     ]
     run = tmp_path / "runs/run"
-    _until(lambda: (run / "checkpoints/step-00000004").exists())
+    _until((run / "checkpoints/step-00000004").exists, agents)
     _lose(agents[1])
     agents[1] = torchrun(1, **shared, **sections)
-    (whole,) = start("whole", 2, **sections)
+    (whole,) = nodes("whole", 2, **sections)
     _ends([*agents, whole], 0, 0, 0)
     first, *_, last = events(run, "start")
     assert (first["resumed_step"], last["resumed_step"]) == (0, 4)
-    assert _losses(run)[-2:] == _losses(tmp_path / "runs/whole-0")[-2:]
-    assert _same_weights(run, tmp_path / "runs/whole-0", 6)
+    assert losses(run)[-2:] == losses(tmp_path / "runs/whole-0")[-2:]
+    assert same_masters(run, tmp_path / "runs/whole-0", 6)
 
 
 @pytest.mark.slow
@@ -409,17 +399,10 @@ def test_a_stop_under_torchrun_is_a_good_end(tmp_path: Path, torchrun: Torchrun)
     sections: dict[str, Any] = {"train": {"steps": 100000, "log_every": 1000}}
     agents = [torchrun(node, forked=False, **sections) for node in (0, 1)]
     run = tmp_path / "runs/run"
-    _until(lambda: (run / "events.jsonl").exists() and bool(events(run, "step")))
+    _until(lambda: (run / "events.jsonl").exists() and bool(events(run, "step")), agents)
     for pid in _children(agents[1]):
         os.kill(pid, signal.SIGTERM)
     _ends(agents, 0, 0)
     assert len(events(run, "start")) == 1
     (saved,) = events(run, "checkpoint")
     assert events(run)[-1] | {"t": 0} == {"t": 0, "event": "end", "status": "stopped", "step": saved["step"]}
-
-
-def _until(done: Callable[[], bool], seconds: float = 150) -> None:
-    deadline = time.monotonic() + seconds
-    while not done():
-        assert time.monotonic() < deadline
-        time.sleep(0.05)

@@ -2,10 +2,8 @@
 
 from __future__ import annotations
 
-import functools
 import sys
 import threading
-from collections.abc import Iterator
 
 import pytest
 import torch
@@ -13,14 +11,7 @@ import torch
 from trainer.config import RuntimeConfig
 from trainer.runtime import compile
 
-
-@pytest.fixture(autouse=True)
-def _dynamo_alone(monkeypatch: pytest.MonkeyPatch) -> Iterator[None]:
-    """torch.compile without its slow back end: guards and recompilation are the real ones."""
-    torch._dynamo.reset()
-    monkeypatch.setattr(torch, "compile", functools.partial(torch.compile, backend="eager"))
-    yield
-    torch._dynamo.reset()
+pytestmark = pytest.mark.usefixtures("dynamo_alone")
 
 
 def _function(x: torch.Tensor, y: torch.Tensor) -> torch.Tensor:

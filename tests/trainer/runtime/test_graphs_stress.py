@@ -29,26 +29,24 @@ REFERENCE = 300
 @pytest.mark.skipif(not torch.cuda.is_available(), reason="needs a CUDA device")
 @pytest.mark.timeout(420 + STEPS * 0.05)
 def test_three_targets_and_three_drafters_for_thousands_of_steps(
-    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch, trainings: list[Training]
 ) -> None:
-    losses, replicas = stress(tmp_path, monkeypatch, "cuda:0", "explicit", STEPS, REFERENCE)
+    losses, replicas = stress(tmp_path, monkeypatch, trainings, "cuda:0", "explicit", STEPS, REFERENCE)
     different = [(n, a, b) for n, (a, b) in enumerate(zip(*losses.values(), strict=False), 1) if a != b]
     assert not different, f"{len(different)} of {len(losses['off'])} losses differ, first {different[0]}"
     assert all(torch.equal(replicas[0], other) for other in replicas[1:])
 
 
 def stress(
-    folder: Path, monkeypatch: pytest.MonkeyPatch, device: str, how: str, steps: int, reference: int
+    folder: Path,
+    monkeypatch: pytest.MonkeyPatch,
+    trainings: list[Training],
+    device: str,
+    how: str,
+    steps: int,
+    reference: int,
 ) -> tuple[dict[str, list[float]], list[torch.Tensor]]:
     """A run whose graphs are `off` that ends early, then the whole one: losses of both; the weights of its replicas."""
-    kept: list[Training] = []
-
-    class Kept(Training):
-        def __post_init__(self) -> None:
-            super().__post_init__()
-            kept.append(self)
-
-    monkeypatch.setattr(train, "Training", Kept)
     parts = make_target(folder / "target", head_dim=16), make_dataset(folder / "data", rows=120)
     sections: dict[str, Any] = {
         "devices": {"targets": [device] * 3, "drafters": [device] * 3},
@@ -71,4 +69,4 @@ def stress(
         print(f"{graphs}: {count} steps, {buckets} buckets, {seconds / count * 1000:.2f} ms a step")
         assert count == min(steps, last)
         assert buckets >= 5
-    return losses, [worker.optimizer.masters for worker in kept[-1].drafters]
+    return losses, [worker.optimizer.masters for worker in trainings[-1].drafters]
