@@ -21,7 +21,8 @@ import pytest
 
 from tests.testhost import Container, FaultyProxy, Lab, Node, leftovers
 from tests.testhost import lab as labs
-from tests.testhost import pct as stand_in
+from tests.testhost.pct import cmdline
+from tests.testhost.pct.speech import Die
 
 ROOT = Path(__file__).parent.parent
 
@@ -347,10 +348,10 @@ def test_option_parser_agrees_with_getopt_long() -> None:
     answers = perl.stdout.decode().split("\x01")[:-1]
     for line, answer in zip(command_lines, answers, strict=True):
         said: list[str] = []
-        with mock.patch.object(stand_in, "err", said.append):
+        with mock.patch.object(cmdline, "err", said.append):
             try:
-                rest, values = stand_in.parse([word.encode() for word in line], OPTIONS)
-            except stand_in.Die:
+                rest, values = cmdline.parse([word.encode() for word in line], OPTIONS)
+            except Die:
                 assert "".join(said) == answer, line
                 continue
         options = "".join(f"{name}={value.decode()}\x02" for name, value in sorted(values.items()))

@@ -75,7 +75,7 @@ class Node:
             "name": self.name,
             "base": str(self.base),
             "lxcpath": self.lxcpath,
-            "pct": str(HERE / "pct.py"),
+            "pct": str(HERE / "pct"),
             "public_key": self.key.with_suffix(".pub").read_text(),
             "root_binds": [pair for pair in interpreter_binds() if pair[1].startswith("/root/")],
             "owned": owned,

@@ -24,6 +24,15 @@ POST_STOP = """#!/bin/sh
 while [ -e /etc/pve-stopping ]; do sleep 0.05; done
 """
 
+# its modules lie apart, so that Python keeps them compiled: 3 ms of a call's 21
+PCT_FOLDER = "/run/testhost"
+PCT = f"""#!/usr/bin/python3 -IS
+import sys
+sys.path.insert(0, "{PCT_FOLDER}")
+from pct.program import main
+main()
+"""
+
 libc = ctypes.CDLL(None, use_errno=True)
 
 
@@ -80,8 +89,9 @@ def lay_out(spec):
 
 def write_files(spec):
     name = spec["name"]
-    shutil.copy(f"{spec['base']}/machine{spec['pct']}", "/usr/sbin/pct")
-    os.chmod("/usr/sbin/pct", 0o755)
+    ignore = shutil.ignore_patterns("__pycache__")
+    shutil.copytree(f"{spec['base']}/machine{spec['pct']}", f"{PCT_FOLDER}/pct", ignore=ignore)
+    write("/usr/sbin/pct", PCT, 0o755)
     write("/etc/hostname", name + "\n")
     write("/etc/lxc/lxc.conf", f"lxc.lxcpath = {spec['lxcpath']}\n")
     write(f"{spec['lxcpath']}/post-stop", POST_STOP, 0o755)
