@@ -40,6 +40,21 @@ def wait_for(condition: Callable[[], Any], seconds: float = 60.0) -> Any:
     return answer
 
 
+def alive(pid: int) -> bool:
+    """Whether a process of that number runs; one that has ended and is not reaped yet doesn't."""
+    try:
+        return Path(f"/proc/{pid}/stat").read_text().rpartition(")")[2].split()[0] != "Z"
+    except FileNotFoundError:
+        return False
+
+
+def shell_script(path: Path, text: str) -> Path:
+    """A program that stands in for another: `text` as an executable file."""
+    path.write_text(f"#!/bin/sh\n{text}\n")
+    path.chmod(0o755)
+    return path
+
+
 class Runner:
     """A workspace on this machine. `close` ends every run in it."""
 
@@ -53,6 +68,15 @@ class Runner:
         session = Session(LocalTransport(), owns_transport=True, **options)
         self.sessions.append(session)
         return session
+
+    def hosts_file(self, path: Path) -> Path:
+        """A hosts.toml of one host, `here`: this machine with this workspace."""
+        self.workspace.mkdir(exist_ok=True)
+        path.write_text(
+            f'default_host = "here"\n[hosts.here]\nkind = "local"\nworkspace = "{self.workspace}"\n'
+            f'python = "{sys.executable}"\n'
+        )
+        return path
 
     def run_dir(self, run_id: str) -> Path:
         return self.workspace / "dflash" / "runs" / run_id

@@ -20,7 +20,7 @@ from dflashctl.remote.agent import Agent, Input
 from dflashctl.remote.session import Session
 from dflashctl.transport.hostkeys import HostKeyError
 from dflashctl.transport.local import LocalChannel
-from tests.running import Runner, runner, session, wait_for
+from tests.running import Runner, runner, session, shell_script, wait_for
 
 __all__ = ["runner", "session"]
 
@@ -301,9 +301,7 @@ def test_who_does_not_wait_for_the_run_does_not_wait_for_its_host_either() -> No
 
 
 def test_the_first_connection_must_succeed(runner: Runner, tmp_path: Path) -> None:
-    silent = tmp_path / "python"
-    silent.write_text("#!/bin/sh\nexec sleep 60\n")
-    silent.chmod(0o755)
+    silent = shell_script(tmp_path / "python", "exec sleep 60")
     with pytest.raises(UnreachableError):
         list(follow(lambda: runner.session(python=str(silent), timeout=0.2), "a", Start(lines=1)))
 

@@ -12,6 +12,7 @@ from dflashctl import kernel
 from dflashctl.diagnose import diagnose
 from dflashctl.transport import Result
 from dflashctl.transport.local import LocalTransport
+from tests.running import shell_script
 
 XID = (
     "2026-11-29T10:00:00+0000 pve1 kernel: NVRM: Xid (PCI:0000:41:00): 79, pid=0, GPU has fallen off the bus."
@@ -76,18 +77,13 @@ def test_a_journal_that_hangs_and_one_that_is_not_there(
 ) -> None:
     """The ring buffer may still tell; where it does not either, why is told and nothing is raised."""
     monkeypatch.setenv("PATH", str(tmp_path))
-    program(tmp_path / "dmesg", f"echo '{XID}'")
+    shell_script(tmp_path / "dmesg", f"echo '{XID}'")
     with LocalTransport() as here:
         assert kernel.read(here, None) == ([XID], "")
-        program(tmp_path / "journalctl", "exec /bin/sleep 60")
+        shell_script(tmp_path / "journalctl", "exec /bin/sleep 60")
         (tmp_path / "dmesg").unlink()
         monkeypatch.setattr(kernel, "TIMEOUT", 0.2)
         assert kernel.read(here, None) == ([], "journalctl did not end within 0.2 s")
-
-
-def program(path: Path, text: str) -> None:
-    path.write_text(f"#!/bin/sh\n{text}\n")
-    path.chmod(0o755)
 
 
 def test_the_kernel_outranks_the_log() -> None:

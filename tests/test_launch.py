@@ -6,80 +6,23 @@ import dataclasses
 import json
 import os
 import subprocess
-import sys
 import threading
-from collections.abc import Iterator
 from pathlib import Path
 from typing import Any
 
 import pytest
 
-from dflashctl import deploy, hostsfile, runs
+from dflashctl import runs
 from dflashctl.config import Devices, Host
 from dflashctl.errors import ConfigError, ConnectionLostError, DflashError, NotFoundError, PreflightError
 from dflashctl.launch import Launched, launch
 from dflashctl.profile import load_profile
 from dflashctl.remote import supervisor
 from dflashctl.remote.session import PATH, Session
-from tests.running import STEPS, Runner, runner, wait_for
+from tests.launching import host, modules, trainer
+from tests.running import Runner, runner, session, shell_script, wait_for
 
-__all__ = ["runner"]
-
-MAIN = """
-import argparse, sys
-parser = argparse.ArgumentParser()
-parser.add_argument("command"); parser.add_argument("--config"); parser.add_argument("--run-dir"); parser.add_argument("--resume")
-given = parser.parse_args()
-sys.argv = ["trainer", given.run_dir]
-print("config", open(given.config).read().replace("\\n", " "), "resume", given.resume)
-"""
-
-
-@pytest.fixture
-def trainer(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> Path:
-    """A trainer package of three files, packed in the real one's stead."""
-    root = tmp_path / "package" / "trainer"
-    (root / "profiles" / "tiny").mkdir(parents=True)
-    (root / "__init__.py").write_text("")
-    (root / "__main__.py").write_text(MAIN + STEPS)
-    (root / "profiles" / "tiny" / "train.toml").write_text("[train]\nsteps = 3\n")
-    monkeypatch.setattr(deploy, "package_dir", lambda: root)
-    return root
-
-
-@pytest.fixture
-def modules(tmp_path: Path) -> Path:
-    """What the trainer imports, as empty packages."""
-    folder = tmp_path / "modules"
-    for name, version in {
-        "torch": "2.13.0",
-        "transformers": "5.0",
-        "pyarrow": "20",
-        "safetensors": "0.5",
-    }.items():
-        (folder / name).mkdir(parents=True)
-        (folder / name / "__init__.py").write_text(f"__version__ = '{version}'\n")
-    with (folder / "torch" / "__init__.py").open("a") as file:
-        file.write("class cuda:\n    device_count = staticmethod(lambda: 2)\n")
-        file.write("open(__file__ + '.imported', 'a').write('x')\n")
-    return folder
-
-
-@pytest.fixture
-def host(runner: Runner, trainer: Path, modules: Path) -> Host:
-    local = hostsfile.parse("", None, {"HOME": "/nonexistent"}).get("local")
-    return dataclasses.replace(
-        local,
-        workspace=str(runner.workspace),
-        python=sys.executable,
-        environment={"PYTHONPATH": str(modules), "HOST_SECRET": "hs_hidden"},
-    )
-
-
-@pytest.fixture
-def session(runner: Runner, host: Host) -> Iterator[Session]:
-    with runner.session() as session:
-        yield session
+__all__ = ["host", "modules", "runner", "session", "trainer"]
 
 
 def go(session: Session, host: Host, **options: Any) -> Launched:
@@ -241,11 +184,8 @@ def test_the_disk_is_full(runner: Runner, session: Session, host: Host) -> None:
 
 
 def test_a_busy_gpu(tmp_path: Path, runner: Runner, host: Host) -> None:
-    smi = tmp_path / "nvidia-smi"
-    smi.write_text(
-        '#!/bin/sh\ncase "$1" in --query-compute*) ;; *) echo "0, 00000000:41:00.0, H200, 9000, 143771, 3, 99.5, 40";; esac\n'
-    )
-    smi.chmod(0o755)
+    row = "0, 00000000:41:00.0, H200, 9000, 143771, 3, 99.5, 40"
+    shell_script(tmp_path / "nvidia-smi", f'case "$1" in --query-compute*) ;; *) echo "{row}";; esac')
     host = dataclasses.replace(host, devices=Devices(("cuda:0",), ("cpu",)))
     with runner.session(path=f"{tmp_path}:{PATH}") as session:
         with pytest.raises(PreflightError, match="cuda:0 on local is busy: 9,000 MiB in use"):

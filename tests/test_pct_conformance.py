@@ -19,6 +19,7 @@ from typing import Any
 
 import pytest
 
+from tests.running import wait_for
 from tests.testhost import Lab, Node
 
 pytestmark = pytest.mark.node
@@ -167,9 +168,8 @@ def answers(pve1: Node, cases: list[dict[str, Any]]) -> Iterator[tuple[dict[str,
         name = case["name"]
         try:
             BEFORE.get(name, lambda _: None)(pve1)
-        except (
-            RuntimeError
-        ) as error:  # told of this case alone: those after it still say what they have to say
+        except RuntimeError as error:
+            # told of this case alone: those after it still say what they have to say
             yield case, error
             continue
         yield (
@@ -276,7 +276,7 @@ def start_in_container(node: Node, *command: str) -> tuple[subprocess.Popen[byte
         stderr=subprocess.PIPE,
         start_new_session=True,
     )
-    wait_until(lambda: is_running_inside(node, *command))
+    wait_for(lambda: is_running_inside(node, *command))
     children = Path(f"/proc/{process.pid}/task/{process.pid}/children").read_text().split()
     return process, int(children[0])
 
@@ -284,13 +284,6 @@ def start_in_container(node: Node, *command: str) -> tuple[subprocess.Popen[byte
 def is_running_inside(node: Node, *command: str) -> bool:
     found = node.containers[200].exec(["pgrep", "-fx", " ".join(command)], check=False)
     return found.returncode == 0
-
-
-def wait_until(condition: Callable[[], bool], timeout: float = 60) -> None:
-    deadline = time.monotonic() + timeout
-    while not condition():
-        assert time.monotonic() < deadline
-        time.sleep(0.02)
 
 
 @pytest.mark.parametrize("name", RECORD["signal_to_host_process_only"])
@@ -331,7 +324,7 @@ def test_a_stopping_container_is_called_running_and_cannot_be_entered(pve1: Node
 
     with pve1.stopping():
         stop = subprocess.Popen(pve1.inside(["/usr/sbin/pct", "stop", "200"]), stdin=subprocess.DEVNULL)
-        wait_until(refused_as_recorded)
+        wait_for(refused_as_recorded)
         status = pve1.pct("status", "200").stdout
     assert stop.wait(60) == 0
     pve1.containers[200].start()
@@ -341,7 +334,7 @@ def test_a_stopping_container_is_called_running_and_cannot_be_entered(pve1: Node
 def test_a_second_push_waits_for_the_configuration_lock(pve1: Node) -> None:
     lock = "/run/lock/lxc/pve-config-200.lock"
     holder = subprocess.Popen(pve1.inside(["flock", lock, "sleep", "0.5"]))
-    wait_until(lambda: pve1.run(["flock", "-n", lock, "true"], check=False).returncode != 0)
+    wait_for(lambda: pve1.run(["flock", "-n", lock, "true"], check=False).returncode != 0)
     pushed = pve1.pct("push", "200", "/root/f/1k", "/root/locked")
     holder.wait()
     assert pushed.stderr == b"trying to acquire lock... OK\n"

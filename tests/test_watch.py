@@ -16,7 +16,7 @@ from dflashctl.tail import Tail
 from dflashctl.transport.hostkeys import HostKeyError
 from dflashctl.watch import Dropped, Look, Watcher
 from tests.cli import scripts
-from tests.running import runner, session, wait_for
+from tests.running import runner, session, shell_script, wait_for
 
 __all__ = ["runner", "session"]
 
@@ -193,9 +193,8 @@ time.sleep(60)
 
 @pytest.mark.parametrize(("load", "state"), [("97, 640.00", "training"), ("100, 110.00", "stalled")])
 def test_a_silence_is_a_stall_only_if_the_gpus_do_not_compute(session, runner, tmp_path, load, state):
-    smi = tmp_path / "nvidia-smi"
-    smi.write_text(f"#!/bin/sh\necho '0, 00000000:41:00.0, NVIDIA H200, 9000, 143771, {load}, 40'\n")
-    smi.chmod(0o755)
+    row = f"0, 00000000:41:00.0, NVIDIA H200, 9000, 143771, {load}, 40"
+    shell_script(tmp_path / "nvidia-smi", f"echo '{row}'")
     session.call(
         "start",
         run_id="stood",

@@ -20,7 +20,7 @@ import tasks
 from gpu_report import Part
 from tasks import Outcome, Task
 
-from tests.running import wait_for
+from tests.running import alive, wait_for
 
 ROOT = Path(__file__).parents[2]
 
@@ -38,13 +38,6 @@ def run(parts: list[Part], folder: Path, limit: float = 60, **how: Any) -> dict[
     how = {"jobs": 4, "gib": 0.0, **how}
     outcomes = gpu_report.run(parts, {"output": folder, "scratch": folder / "scratch"}, limit, **how)
     return {task.name: outcome.state for task, outcome in outcomes.items()}
-
-
-def alive(pid: int) -> bool:
-    try:
-        return Path(f"/proc/{pid}/stat").read_text().rpartition(")")[2].split()[0] != "Z"
-    except FileNotFoundError:
-        return False
 
 
 STUBBORN = """

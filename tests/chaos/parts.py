@@ -16,6 +16,7 @@ from dflashctl.remote import session as sessions
 from dflashctl.remote import supervisor
 from dflashctl.remote.agent import Agent, Input
 from dflashctl.remote.control import active_runs
+from tests.running import shell_script
 
 QUIET, _ = os.pipe()
 """The stdin of an agent whom nobody asks anything."""
@@ -77,11 +78,9 @@ for line in agent.stdout:
 
 def tampering(tmp_path: Path, code: str) -> str:
     """An interpreter that runs the agent and hands on what it says by `send_frame(line, mark, frame)`; `cut()` breaks off."""
-    script, path = tmp_path / "tamper.py", tmp_path / "python"
+    script = tmp_path / "tamper.py"
     script.write_text(TAMPER.format(code=textwrap.dedent(code)))
-    path.write_text(f'#!/bin/sh\nexec {sys.executable} {script} "$@"\n')
-    path.chmod(0o755)
-    return str(path)
+    return str(shell_script(tmp_path / "python", f'exec {sys.executable} {script} "$@"'))
 
 
 def hurried(monkeypatch: pytest.MonkeyPatch) -> None:

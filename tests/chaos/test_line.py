@@ -22,8 +22,8 @@ from dflashctl.remote import session as sessions
 from dflashctl.stop import stop
 from dflashctl.transport.local import LocalChannel
 from tests.chaos.parts import hurried, tampering
+from tests.launching import host, modules, trainer
 from tests.running import Runner, runner, wait_for
-from tests.test_launch import host, modules, trainer
 
 __all__ = ["host", "modules", "runner", "trainer"]
 

@@ -20,7 +20,7 @@ from dflashctl.remote import store
 from dflashctl.remote.session import Session
 from dflashctl.transport.ssh import SshTransport
 from tests.chaos.parts import hurried
-from tests.running import Runner, runner, session, wait_for
+from tests.running import Runner, runner, session, shell_script, wait_for
 from tests.testhost import FaultyProxy
 from tests.transport.conftest import Server, client_key, make_server, server
 
@@ -34,10 +34,7 @@ def over_ssh(server: Server, workspace: Path, port: int | None = None, **options
 
 def login_shell(tmp_path: Path, text: str) -> str:
     """A stand-in for the login shell: sshd runs it whatever is asked for."""
-    path = tmp_path / "shell"
-    path.write_text(f"#!/bin/sh\n{text}\n")
-    path.chmod(0o755)
-    return str(path)
+    return str(shell_script(tmp_path / "shell", text))
 
 
 def test_a_login_shell_that_prints_much(make_server: Callable[..., Server], tmp_path: Path) -> None:

@@ -20,8 +20,8 @@ from dflashctl.remote.preflight import Imports
 from dflashctl.remote.session import Session
 from tests.cli import scripts
 from tests.cli.conftest import Cli, bare_cli, cli
-from tests.running import Runner, runner, session
-from tests.test_launch import host, modules, trainer
+from tests.launching import host, modules, trainer
+from tests.running import Runner, runner, session, shell_script
 
 __all__ = ["bare_cli", "cli", "host", "modules", "runner", "session", "trainer"]
 
@@ -48,10 +48,9 @@ CONTROL = re.compile("[\x00-\x09\x0b-\x1f\x7f-\x9f\u202a-\u202e]")
 def evil(cli: Cli, tmp_path: Path) -> Cli:
     """The host `here`, every text of whose answers holds terminal sequences."""
     (tmp_path / "evil.py").write_text(EVIL)
-    (tmp_path / "python").write_text(f'#!/bin/sh\nexec {sys.executable} {tmp_path}/evil.py "$@"\n')
-    (tmp_path / "python").chmod(0o755)
+    python = shell_script(tmp_path / "python", f'exec {sys.executable} {tmp_path}/evil.py "$@"')
     file = cli.home / "hosts.toml"
-    file.write_text(file.read_text().replace(f'python = "{sys.executable}"', f'python = "{tmp_path}/python"'))
+    file.write_text(file.read_text().replace(f'python = "{sys.executable}"', f'python = "{python}"'))
     return cli
 
 
@@ -127,9 +126,8 @@ def test_a_user_without_a_name(
 )
 def test_an_interpreter_that_says_something_else(tmp_path: Path, said: str, code: int) -> None:
     (tmp_path / "said").write_text(said)
-    (tmp_path / "python").write_text(f"#!/bin/sh\ncat {tmp_path}/said\nexit {code}\n")
-    (tmp_path / "python").chmod(0o755)
-    imports = Imports(str(tmp_path), str(tmp_path / "python"), {}, False)
+    python = shell_script(tmp_path / "python", f"cat {tmp_path}/said\nexit {code}")
+    imports = Imports(str(tmp_path), str(python), {}, False)
     imports.look()
     assert f"failed ({code})" in imports.found["unread"]
 

@@ -18,6 +18,26 @@ from tests.running import Runner, runner, session, wait_for
 __all__ = ["runner", "session"]
 
 ROOT = Path(__file__).parents[2]
+QUICK = """
+[target]
+model = "bundled:tiny/target"
+dtype = "float32"
+[data]
+path = "bundled:tiny/train.jsonl"
+max_length = 64
+bucket_count = 2
+[drafter]
+layers = 1
+block_size = 4
+feature_layers = 1
+[train]
+steps = 100000
+batch_size = 2
+anchors = 2
+log_every = 5
+checkpoint_every = 100000
+"""
+"""A configuration of the real trainer that is at its first step within seconds."""
 
 
 @dataclass
@@ -85,11 +105,7 @@ def bare_cli(tmp_path: Path) -> Cli:
 @pytest.fixture
 def cli(bare_cli: Cli, runner: Runner) -> Cli:
     """One host, `here`, whose workspace is the runner's."""
-    runner.workspace.mkdir(exist_ok=True)
-    (bare_cli.home / "hosts.toml").write_text(
-        f'default_host = "here"\n[hosts.here]\nkind = "local"\nworkspace = "{runner.workspace}"\n'
-        f'python = "{sys.executable}"\n'
-    )
+    runner.hosts_file(bare_cli.home / "hosts.toml")
     return bare_cli
 
 

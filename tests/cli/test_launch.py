@@ -8,26 +8,7 @@ import socket
 import pytest
 
 from tests.cli import scripts
-
-QUICK = """
-[target]
-model = "bundled:tiny/target"
-dtype = "float32"
-[data]
-path = "bundled:tiny/train.jsonl"
-max_length = 64
-bucket_count = 2
-[drafter]
-layers = 1
-block_size = 4
-feature_layers = 1
-[train]
-steps = 100000
-batch_size = 2
-anchors = 2
-log_every = 5
-checkpoint_every = 100000
-"""
+from tests.cli.conftest import QUICK
 
 
 @pytest.fixture

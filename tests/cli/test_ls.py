@@ -10,7 +10,7 @@ import pytest
 
 from dflashctl.cli import ls
 from tests.cli import scripts
-from tests.running import wait_for
+from tests.running import shell_script, wait_for
 
 
 @pytest.fixture
@@ -57,9 +57,7 @@ def test_all_unreachable_is_an_error(cli, closed_port):
 
 
 def test_ctrl_c_does_not_wait_for_a_host_that_hangs(cli, tmp_path):
-    hangs = tmp_path / "python"
-    hangs.write_text(f"#!/bin/sh\ntouch {tmp_path}/asked\ncat > /dev/null\n")
-    hangs.chmod(0o755)
+    hangs = shell_script(tmp_path / "python", f"touch {tmp_path}/asked\ncat > /dev/null")
     add_host(cli, f'[hosts.hangs]\nkind = "local"\nworkspace = "/w"\npython = "{hangs}"\n')
     asking = cli.popen("ls")
     wait_for((tmp_path / "asked").exists)

@@ -11,7 +11,7 @@ import re
 import pytest
 
 from dflashctl.profile import bundled_profile
-from tests.cli.test_launch import QUICK
+from tests.cli.conftest import QUICK
 from tests.running import wait_for
 from tests.testhost import FaultyProxy
 from tests.testhost.hosts import write_hosts_file

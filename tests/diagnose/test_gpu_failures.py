@@ -63,11 +63,8 @@ sys.exit(0 if ended else "a worker is gone")
 
 def status(runner: Runner, folder: Path, script: str) -> tuple[int, dict[str, Any]]:
     """(exit code, JSON) of `dflashctl status` once that script has ended. It needs a file: triton reads its kernels' source."""
-    program, hosts = folder / "program.py", folder / "hosts.toml"
+    program, hosts = folder / "program.py", runner.hosts_file(folder / "hosts.toml")
     program.write_text(script)
-    hosts.write_text(
-        f'[hosts.here]\nkind = "local"\nworkspace = "{runner.workspace}"\npython = "{sys.executable}"\n'
-    )
     with runner.session() as session:
         session.call(
             "start",
@@ -82,7 +79,7 @@ def status(runner: Runner, folder: Path, script: str) -> tuple[int, dict[str, An
     print((runner.run_dir("fails") / "run.log").read_text(errors="replace"))
     out = io.StringIO()
     with contextlib.redirect_stdout(out):
-        code = app.run(["status", "fails", "--json", "--host", "here", "--hosts", str(hosts)])
+        code = app.run(["status", "fails", "--json", "--hosts", str(hosts)])
     return code, json.loads(out.getvalue())
 
 

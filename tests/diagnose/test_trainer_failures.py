@@ -14,9 +14,10 @@ import pytest
 
 from dflashctl import stacks
 from tests.running import Runner, runner, wait_for
-from tests.trainer.pipeline.runs import make_dataset, make_target, write_config
+from tests.trainer.conftest import parts
+from tests.trainer.pipeline.runs import write_config
 
-__all__ = ["runner"]
+__all__ = ["parts", "runner"]
 
 pytestmark = pytest.mark.slow
 ROOT = Path(__file__).parents[2]
@@ -40,12 +41,7 @@ class Trainer:
 
     def __init__(self, runner: Runner, folder: Path, parts: tuple[Path, Path]) -> None:
         self.runner, self.folder, self.parts = runner, folder, parts
-        self.hosts = folder / "hosts.toml"
-        self.hosts.write_text(
-            f'default_host = "here"\n[hosts.here]\nkind = "local"\nworkspace = "{runner.workspace}"\n'
-            f'python = "{sys.executable}"\n'
-        )
-        runner.workspace.mkdir(exist_ok=True)
+        self.hosts = runner.hosts_file(folder / "hosts.toml")
 
     def start(
         self, run_id: str, patch: str, warmup: dict[str, float] | None = None, **sections: dict[str, Any]
@@ -91,12 +87,6 @@ class Trainer:
     def ended(self, run_id: str) -> dict[str, Any]:
         self.runner.ended(run_id, 90)
         return self.status(run_id)
-
-
-@pytest.fixture(scope="module")
-def parts(tmp_path_factory: pytest.TempPathFactory) -> tuple[Path, Path]:
-    folder = tmp_path_factory.mktemp("parts")
-    return make_target(folder / "target"), make_dataset(folder / "data")
 
 
 @pytest.fixture

@@ -11,7 +11,7 @@ import pytest
 
 from dflashctl.remote import probe
 from dflashctl.remote.session import PATH, Session
-from tests.running import Runner, wait_for
+from tests.running import Runner, shell_script, wait_for
 
 ROW = "0, 00000000:41:00.0, NVIDIA H200, 1873, 143771, 37, 412.55, 51"
 
@@ -88,14 +88,9 @@ def smi(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> Path:
     return folder / "nvidia-smi"
 
 
-def write(smi: Path, text: str) -> None:
-    smi.write_text("#!/bin/sh\n" + text + "\n")
-    smi.chmod(0o755)
-
-
 def test_rows_are_read_once_and_renewed_behind_our_back(smi: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     calls, gate, rows = (Path(f"{smi}.{name}") for name in ("calls", "gate", "rows"))
-    write(smi, f"echo x >> {calls}; while [ -e {gate} ]; do sleep 0.02; done; cat {rows}")
+    shell_script(smi, f"echo x >> {calls}; while [ -e {gate} ]; do sleep 0.02; done; cat {rows}")
     rows.write_text(ROW)
     monkeypatch.setattr(probe, "GPU_FRESH", 600.0)
     gpus = probe.Gpus()
@@ -115,7 +110,7 @@ def test_rows_are_read_once_and_renewed_behind_our_back(smi: Path, monkeypatch: 
 
 def test_a_hung_nvidia_smi_is_told_and_holds_nothing_up(smi: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr(probe, "GPU_TIMEOUT", 0.3)
-    write(smi, "exec sleep 100")
+    shell_script(smi, "exec sleep 100")
     gpus = probe.Gpus()
     begun = time.perf_counter()
     assert gpus.part(0.4) == {"unread": "nvidia-smi timed out after 0.3 s"}
@@ -134,7 +129,7 @@ def test_a_hung_nvidia_smi_is_told_and_holds_nothing_up(smi: Path, monkeypatch: 
     ],
 )
 def test_why_there_are_no_rows(smi: Path, script: str, why: str) -> None:
-    write(smi, script)
+    shell_script(smi, script)
     assert probe.query_gpus() == {"unread": why}
 
 
@@ -144,7 +139,7 @@ def test_no_nvidia_smi(monkeypatch: pytest.MonkeyPatch, tmp_path: Path) -> None:
 
 
 def test_who_uses_the_gpus(smi: Path) -> None:
-    write(
+    shell_script(
         smi,
         'case "$1" in\n'
         "--query-compute-apps*) echo '4242, GPU-bb, 900, /usr/bin/python, x'; echo '7, GPU-zz, [N/A], a' ;;\n"
@@ -157,7 +152,7 @@ def test_who_uses_the_gpus(smi: Path) -> None:
 
 
 def test_the_log_is_there_although_nvidia_smi_hangs(runner: Runner, smi: Path) -> None:
-    write(smi, "exec sleep 30")
+    shell_script(smi, "exec sleep 30")
     with runner.session(path=os.environ["PATH"]) as session:
         runner.start(session, "a", "print('hello')")
         runner.ended("a")

@@ -21,15 +21,12 @@ from dflashctl.remote import session as sessions
 from dflashctl.remote import supervisor
 from dflashctl.remote.session import Session
 from dflashctl.runs import RunExistsError
-from tests.running import Runner, wait_for
+from tests.running import Runner, shell_script, wait_for
 
 
 def stand_in_python(tmp_path: Path, text: str) -> str:
-    """An executable that stands where the interpreter should be; `$5` is the bootstrap."""
-    path = tmp_path / "python"
-    path.write_text("#!/bin/sh\n" + text)
-    path.chmod(0o755)
-    return str(path)
+    """An executable that stands where the interpreter should be; `$4` is the bootstrap."""
+    return str(shell_script(tmp_path / "python", text))
 
 
 def test_the_agent_says_who_it_is(session: Session) -> None:
@@ -40,7 +37,7 @@ def test_the_agent_says_who_it_is(session: Session) -> None:
 
 def test_noise_on_both_streams_does_not_disturb(runner: Runner, tmp_path: Path) -> None:
     noise = "head -c 300000 /dev/urandom; printf 'Last login: \\036 no newline'; echo locale >&2\n"
-    python = stand_in_python(tmp_path, noise + f'exec {sys.executable} "$@"\n')
+    python = stand_in_python(tmp_path, noise + f'exec {sys.executable} "$@"')
     with runner.session(python=python) as session:
         assert session.call("list")["runs"] == []
 
@@ -108,7 +105,7 @@ def test_missing_python_is_named_with_a_fix(runner: Runner) -> None:
 
 def test_too_old_a_python_is_named_with_its_version(runner: Runner, tmp_path: Path) -> None:
     pretend = 'import sys; sys.version_info = (3, 8, 1); sys.version = "3.8.1 (old)"; exec(sys.argv[1])'
-    python = stand_in_python(tmp_path, f"exec {sys.executable} -c '{pretend}' \"$4\"\n")
+    python = stand_in_python(tmp_path, f"exec {sys.executable} -c '{pretend}' \"$4\"")
     with pytest.raises(PreflightError) as caught:
         runner.session(python=python).open()
     assert "Python 3.9 or newer is needed, this is 3.8.1" in caught.value.message
@@ -116,7 +113,7 @@ def test_too_old_a_python_is_named_with_its_version(runner: Runner, tmp_path: Pa
 
 def test_python_2_is_told_as_too_old(runner: Runner, tmp_path: Path) -> None:
     python = stand_in_python(
-        tmp_path, "echo 'Unknown option: -I' >&2; echo 'usage: python [option] ...' >&2; exit 2\n"
+        tmp_path, "echo 'Unknown option: -I' >&2; echo 'usage: python [option] ...' >&2; exit 2"
     )
     with pytest.raises(PreflightError, match=r"Python 3\.9 or newer is needed"):
         runner.session(python=python).open()
@@ -126,7 +123,7 @@ def test_python_2_is_told_as_too_old(runner: Runner, tmp_path: Path) -> None:
 def test_what_is_no_python_is_named_with_what_it_said(
     runner: Runner, tmp_path: Path, said: str, code: int
 ) -> None:
-    python = stand_in_python(tmp_path, f"{said}exit {code}\n")
+    python = stand_in_python(tmp_path, f"{said}exit {code}")
     with pytest.raises(
         PreflightError, match=rf"did not run dflashctl's agent: .* exit code {code}"
     ) as caught:
@@ -137,7 +134,7 @@ def test_what_is_no_python_is_named_with_what_it_said(
 
 
 def test_what_echoes_our_program_is_cut_short(runner: Runner, tmp_path: Path) -> None:
-    python = stand_in_python(tmp_path, 'echo "$@" | tr "\\n" " " >&2; exit 2\n')  # as `ls` and the like do
+    python = stand_in_python(tmp_path, 'echo "$@" | tr "\\n" " " >&2; exit 2')  # as `ls` and the like do
     with pytest.raises(PreflightError, match="did not run") as caught:
         runner.session(python=python).open()
     assert 0 < len(caught.value.where) < 310
@@ -152,7 +149,7 @@ def test_the_program_fits_python_3_9() -> None:
 
 
 def test_an_agent_that_never_answers_is_unreachable(runner: Runner, tmp_path: Path) -> None:
-    python = stand_in_python(tmp_path, "exec sleep 60\n")
+    python = stand_in_python(tmp_path, "exec sleep 60")
     begun = time.monotonic()
     with pytest.raises(UnreachableError, match=r"did not answer within 0\.5 s"):
         runner.session(python=python, timeout=0.5).open()

@@ -104,7 +104,7 @@ class Node:
     def _start_sshd_on_free_port(self) -> int:
         """Others on the machine look for ports too: try another when one is taken meanwhile."""
         for attempts_left in (4, 3, 2, 1, 0):
-            port = _free_port()
+            port = free_port()
             (self.root / "etc/ssh/sshd_config").write_text(SSHD_CONFIG.format(port=port))
             try:
                 self.start_sshd()
@@ -313,7 +313,7 @@ class Node:
             aside.rename(pve)
 
 
-def _free_port() -> int:
+def free_port() -> int:
     with socket.socket() as probe:
         probe.bind(("127.0.0.1", 0))
         return probe.getsockname()[1]

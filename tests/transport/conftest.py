@@ -17,15 +17,11 @@ import pytest
 
 from dflashctl.config import SshHost
 from dflashctl.errors import ExitCode, UnreachableError
+from dflashctl.transport.base import Channel
 from dflashctl.transport.ssh import SshTransport
+from tests.testhost.node import free_port
 
 SSHD = shutil.which("sshd") or "/usr/sbin/sshd"
-
-
-def free_port() -> int:
-    with socket.socket() as sock:
-        sock.bind(("127.0.0.1", 0))
-        return sock.getsockname()[1]
 
 
 def make_key(file: Path, *, kind: str = "ed25519", passphrase: str = "") -> Path:
@@ -135,6 +131,13 @@ def refused(transport: SshTransport) -> UnreachableError:
     assert caught.value.hint
     assert caught.value.exit_code == ExitCode.UNREACHABLE
     return caught.value
+
+
+def read_line(channel: Channel) -> bytes:
+    line = b""
+    while not line.endswith(b"\n"):
+        line += channel.read(10)
+    return line
 
 
 def children(pid: int) -> list[int]:

@@ -6,6 +6,7 @@ import hashlib
 import os
 import signal
 import sys
+import threading
 import time
 from collections.abc import Iterator
 from pathlib import Path
@@ -16,10 +17,11 @@ from hypothesis import strategies as st
 
 from dflashctl.errors import DflashError, PreflightError
 from dflashctl.transport import base
-from dflashctl.transport.base import Channel, LastBytes, Result, Transport, explain_program
+from dflashctl.transport.base import LastBytes, Result, Transport, explain_program
 from dflashctl.transport.local import LocalTransport
 from dflashctl.transport.ssh import SshTransport
-from tests.transport.conftest import Server
+from tests.running import wait_for
+from tests.transport.conftest import Server, read_line
 
 ECHO_ARGV = "import os, sys; sys.stdout.buffer.write(b'\\0'.join(os.fsencode(a) for a in sys.argv[1:]))"
 
@@ -33,28 +35,6 @@ def transport(request: pytest.FixtureRequest) -> Iterator[Transport]:
         made = SshTransport(shared.host())
     with made:
         yield made
-
-
-def alive(pid: int) -> bool:
-    try:
-        return Path(f"/proc/{pid}/stat").read_text().rpartition(")")[2].split()[0] != "Z"
-    except FileNotFoundError:
-        return False
-
-
-def gone(pid: int) -> bool:
-    """Whether the process ends within 30 s."""
-    deadline = time.monotonic() + 30
-    while alive(pid) and time.monotonic() < deadline:
-        time.sleep(0.02)
-    return not alive(pid)
-
-
-def read_line(channel: Channel) -> bytes:
-    line = b""
-    while not line.endswith(b"\n"):
-        line += channel.read(10)
-    return line
 
 
 def test_streams_and_exit_code(transport: Transport) -> None:
@@ -189,10 +169,7 @@ def test_silence_times_out_and_then_data_comes(transport: Transport) -> None:
 def test_stderr_is_there_while_the_program_runs(transport: Transport) -> None:
     with transport.open(["sh", "-c", "echo warning >&2; echo ready; cat"], timeout=10) as channel:
         read_line(channel)
-        deadline = time.monotonic() + 30
-        while channel.stderr != b"warning\n" and time.monotonic() < deadline:
-            time.sleep(0.02)
-        assert channel.stderr == b"warning\n"
+        wait_for(lambda: channel.stderr == b"warning\n")
 
 
 def test_a_child_that_keeps_stdout_open_does_not_hold_the_answer_up(transport: Transport) -> None:
@@ -271,17 +248,12 @@ def test_a_closed_transport_opens_again(transport: Transport) -> None:
 
 
 def test_threads_end_with_the_transport(transport: Transport) -> None:
-    import threading
-
     before = set(threading.enumerate())
     for _ in range(3):
         transport.run(["sh", "-c", "echo x >&2"], timeout=10)
         transport.open(["cat"], timeout=10)
     transport.close()
-    deadline = time.monotonic() + 30
-    while set(threading.enumerate()) - before and time.monotonic() < deadline:
-        time.sleep(0.02)
-    assert not set(threading.enumerate()) - before
+    wait_for(lambda: not set(threading.enumerate()) - before)
 
 
 @given(st.lists(st.binary(max_size=50)), st.integers(1, 100))

@@ -18,7 +18,8 @@ from dflashctl.config import Host
 from dflashctl.errors import ConnectionLostError
 from dflashctl.transport import base
 from dflashctl.transport.ssh import SshTransport
-from tests.transport.conftest import MakeServer, Server, free_port, refused
+from tests.testhost.node import free_port
+from tests.transport.conftest import MakeServer, Server, refused
 
 # Hosts that are not there
 

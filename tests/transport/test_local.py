@@ -8,7 +8,8 @@ import pytest
 
 from dflashctl.errors import PreflightError
 from dflashctl.transport.local import LocalTransport
-from tests.transport.test_base import alive, gone, read_line
+from tests.running import alive, wait_for
+from tests.transport.conftest import read_line
 
 FAMILY = "sleep 100 & echo $$ $!; sleep 100"
 
@@ -19,13 +20,13 @@ def test_a_timeout_kills_the_whole_group() -> None:
         pids = [int(pid) for pid in read_line(channel).split()]
         assert all(alive(pid) for pid in pids)
         channel.close()
-        assert all(gone(pid) for pid in pids)
+        wait_for(lambda: not any(alive(pid) for pid in pids))
 
 
 def test_closing_the_transport_kills_what_runs() -> None:
     with LocalTransport() as local:
         pids = [int(pid) for pid in read_line(local.open(["sh", "-c", FAMILY], timeout=5)).split()]
-    assert all(gone(pid) for pid in pids)
+    wait_for(lambda: not any(alive(pid) for pid in pids))
 
 
 def test_a_program_that_ends_at_the_end_of_its_stdin_is_not_killed() -> None:

@@ -16,6 +16,7 @@ import pytest
 
 from dflashctl.transport import dial, login
 from dflashctl.transport.ssh import SshTransport
+from tests.running import shell_script
 from tests.testhost import FaultyProxy
 from tests.transport.conftest import MakeServer, Server, make_key, refused
 
@@ -82,9 +83,7 @@ def agent(client_home: Path, monkeypatch: pytest.MonkeyPatch) -> Iterator[None]:
 def add_to_agent(key: Path, passphrase: str = "") -> None:
     environment = {**os.environ, "SSH_ASKPASS": "/bin/false", "DISPLAY": ""}
     if passphrase:
-        helper = key.with_name("askpass")
-        helper.write_text(f"#!/bin/sh\necho {passphrase}\n")
-        helper.chmod(0o700)
+        helper = shell_script(key.with_name("askpass"), f"echo {passphrase}")
         environment |= {"SSH_ASKPASS": str(helper), "SSH_ASKPASS_REQUIRE": "force"}
     subprocess.run(["ssh-add", "-q", str(key)], env=environment, check=True, stdin=subprocess.DEVNULL)
 

@@ -26,6 +26,7 @@ from dflashctl.transport import transport_for
 from dflashctl.transport.base import Result, Transport
 from dflashctl.transport.local import LocalTransport
 from dflashctl.transport.pct import PctTransport
+from tests.running import shell_script
 from tests.testhost import Container, Node
 from tests.testhost.hosts import write_hosts_file
 
@@ -156,9 +157,7 @@ def test_sudo_is_for_those_who_are_not_root(
 ) -> None:
     monkeypatch.setattr(LocalTransport, "user", user)
     monkeypatch.setattr("dflashctl.transport.pct.PCT", "/bin/echo")
-    helper = tmp_path / "sudo"
-    helper.write_text('#!/bin/sh\necho "sudo $@"\n')
-    helper.chmod(0o755)
+    shell_script(tmp_path / "sudo", 'echo "sudo $@"')
     monkeypatch.setenv("PATH", str(tmp_path), prepend=":")
     with PctTransport(PctHost("ct200", via="local", vmid=200), LocalTransport(), sudo=sudo) as pct:
         out = pct.run(["a", "-b"], timeout=5).stdout.decode()
