@@ -2,29 +2,11 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable
-
 import pytest
 
 from dflashctl.diagnose import diagnose
-from tests.diagnose import report
+from tests.diagnose.logs import CASES, DRESSES
 
-CASES = [*report.corpus(), *report.ours()]
-
-DRESSES: dict[str, Callable[[int, bytes], bytes]] = {
-    "crlf": lambda i, line: line if line.endswith(b"\r") else line + b"\r",
-    "coloured": lambda i, line: b"\x1b[0m" + line + b"\x1b[39;49m",
-    "one rank": lambda i, line: b"[rank3]: " + line,
-    "default": lambda i, line: b"[default5]:" + line,
-    "kubelet": lambda i, line: (
-        b"2026-11-29T10:%02d:%02d.123456789Z stderr F " % (i // 60 % 60, i % 60) + line
-    ),
-    "compose": lambda i, line: b"trainer-1  | " + line,
-    "mpirun": lambda i, line: b"[1,3]<stderr>:" + line,
-    "srun": lambda i, line: b"3: " + line,
-    "ray": lambda i, line: b"(Worker pid=4242, ip=10.0.0.1) " + line,
-    "syslog": lambda i, line: b"Nov 29 10:%02d:%02d n1 python[812]: " % (i // 60 % 60, i % 60) + line,
-}
 OWN_PREFIX = (
     b"[rank",
     b"[default",

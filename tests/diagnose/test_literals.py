@@ -8,7 +8,7 @@ import pytest
 
 from dflashctl.diagnose import lines, scanner
 from dflashctl.diagnose.literals import Gated, literals
-from tests.diagnose import report
+from tests.diagnose.logs import CASES
 
 
 @pytest.mark.parametrize(
@@ -33,7 +33,7 @@ GATED = {name: v for module in (lines, scanner) for name, v in vars(module).item
 def test_a_gate_lets_through_what_matches(name: str) -> None:
     gated = GATED[name]
     matched = 0
-    for case in [*report.corpus(), *report.ours()]:
+    for case in CASES:
         for raw in case.log.split(b"\n"):
             text = lines.parse(1, raw).text
             assert bool(gated.search(text)) == bool(gated.regex.search(text)), text

@@ -13,32 +13,10 @@ from hypothesis import strategies as st
 
 from dflashctl.diagnose import engine
 from dflashctl.diagnose import reader as readers
-from dflashctl.diagnose import signatures as sig
 from dflashctl.diagnose.reader import Reader
 from dflashctl.diagnose.scanner import Scanner
 from tests.diagnose import report
-
-KNOWN = sig.load()
-CASES = [*report.corpus(), *report.ours()]
-PIECES = [line for case in CASES for line in case.log.split(b"\n") if line]
-
-
-def by_shape(log: bytes, cuts: int = 1) -> Scanner:
-    reader = Reader(Scanner(KNOWN, "log"), KNOWN)
-    size = max(1, len(log) // cuts)
-    for at in range(0, len(log), size):
-        reader.feed(log[at : at + size])
-    return reader.close()
-
-
-def by_line(log: bytes) -> Scanner:
-    lines = log.split(b"\n")
-    return engine.scan(lines[:-1] if lines[-1] == b"" else lines, KNOWN)
-
-
-def told(scanner: Scanner, facts: dict[str, object]) -> tuple[object, ...]:
-    found = engine.conclude([scanner], facts, KNOWN)
-    return found.class_, found.verdict, found.root, scanner.progress
+from tests.diagnose.logs import CASES, FACTS, KNOWN, PIECES, by_line, by_shape, told
 
 
 @pytest.mark.parametrize("counts", [(0, 1), (1, 0), (0, 1, 0, 2)])
@@ -106,22 +84,6 @@ def test_any_bytes(log: bytes, cuts: int) -> None:
         "degraded",
         "stopped",
     )
-
-
-FACTS = st.fixed_dictionaries(
-    {},
-    optional={
-        "process_alive": st.sampled_from([True, False, None, "yes"]),
-        "exit_code": st.one_of(st.none(), st.integers(-70, 300), st.text(max_size=3)),
-        "signal": st.sampled_from(["SIGKILL", "SIGTERM", "?", None, 9]),
-        "gpu_util_pct": st.one_of(st.none(), st.lists(st.one_of(st.none(), st.integers(0, 100)), max_size=4)),
-        "gpu_power_w": st.one_of(st.floats(), st.lists(st.floats(), max_size=4)),
-        "cpu_util_pct": st.one_of(st.none(), st.floats()),
-        "seconds_since_last_line": st.one_of(st.none(), st.floats(), st.integers()),
-        "oom_kills": st.one_of(st.none(), st.integers()),
-        "child_processes": st.text(max_size=5),
-    },
-)
 
 
 @settings(max_examples=150)

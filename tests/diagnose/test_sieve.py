@@ -11,15 +11,11 @@ from hypothesis import strategies as st
 from dflashctl.diagnose import lines as ln
 from dflashctl.diagnose import reader as readers
 from dflashctl.diagnose import sieve as sieves
-from dflashctl.diagnose import signatures as sig
 from dflashctl.diagnose.phrases import opens_something
-from dflashctl.diagnose.reader import Reader, sieve_of
-from dflashctl.diagnose.scanner import Scanner
+from dflashctl.diagnose.reader import sieve_of
 from tests.diagnose import report
-from tests.diagnose.test_dress import DRESSES
-from tests.diagnose.test_reader import CASES, FACTS, PIECES, by_line, told
+from tests.diagnose.logs import CASES, DRESSES, FACTS, KNOWN, PIECES, by_line, by_shape, told
 
-KNOWN = sig.load()
 SIEVE = sieve_of(KNOWN)
 JUNK = [
     b"\x00",
@@ -67,18 +63,10 @@ def test_mutated_lines(seed: int) -> None:
     assert [line for i, line in enumerate(lines) if means_something(line) and i not in found] == []
 
 
-def sifted(log: bytes, cuts: int) -> Scanner:
-    reader = Reader(Scanner(KNOWN, "log"), KNOWN)
-    size = max(1, len(log) // cuts)
-    for at in range(0, len(log), size):
-        reader.feed(log[at : at + size])
-    return reader.close()
-
-
 @pytest.mark.parametrize("case", CASES, ids=lambda case: case.name)
 def test_sifted_as_line_by_line(case: report.Case, monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr(readers, "MANY", 0)
-    assert told(sifted(case.log, 1), case.facts) == told(by_line(case.log), case.facts)
+    assert told(by_shape(case.log, 1), case.facts) == told(by_line(case.log), case.facts)
 
 
 @settings(max_examples=30)
@@ -90,7 +78,7 @@ def test_among_lines_of_which_no_two_are_alike(seed: int, facts: dict[str, objec
         filler = "".join(rng.choices("abcdefghijklmnopqrstuvwxyz    ", k=rng.randint(5, 90)))
         lines.insert(rng.randrange(len(lines) + 1), filler.encode())
     log = b"\n".join(lines)
-    assert told(sifted(log, rng.randint(1, 4)), facts) == told(by_line(log), facts)
+    assert told(by_shape(log, rng.randint(1, 4)), facts) == told(by_line(log), facts)
 
 
 # a line that means something by that word alone

@@ -15,9 +15,7 @@ from dflashctl.render.text import ESCAPES, width
 from dflashctl.snapshot import Snapshot
 from dflashctl.status import judge
 from dflashctl.watch import Look
-from tests.render.test_screens import FIXTURES, known_diagnoses
-
-__all__ = ["known_diagnoses"]
+from tests.snapshots import FIXTURES
 
 GOLDEN = Path(__file__).parent / "golden"
 FOOTER = "seen 15:54:03, every 2 s; Ctrl-C leaves, the run goes on"

@@ -1,3 +1,5 @@
+"""python -m trainer: help without imports, usage, and how errors end."""
+
 from __future__ import annotations
 
 import errno

@@ -1,3 +1,5 @@
+"""Where blocks begin, against naive loops: every candidate as likely, whatever shares the row or the batch."""
+
 from __future__ import annotations
 
 import numpy as np

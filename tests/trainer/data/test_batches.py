@@ -1,3 +1,5 @@
+"""The order of batches: every row once an epoch, each batch by its index alone, a step of one length."""
+
 from __future__ import annotations
 
 from collections import Counter

@@ -1,3 +1,5 @@
+"""Lengths of buckets, against every other choice of boundaries."""
+
 from __future__ import annotations
 
 import itertools

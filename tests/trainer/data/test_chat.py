@@ -1,3 +1,5 @@
+"""Lines of chat: both layouts, and what is no row is refused with its reason, whatever it is."""
+
 from __future__ import annotations
 
 import json

@@ -1,3 +1,5 @@
+"""A dataset on disk: read as it was written, whole or absent, and its damage named."""
+
 from __future__ import annotations
 
 import json

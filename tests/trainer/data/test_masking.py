@@ -1,3 +1,5 @@
+"""Which tokens are labels: what the assistant says and its end, in chat templates of all kinds; in doubt none."""
+
 from __future__ import annotations
 
 import pytest

@@ -1,3 +1,5 @@
+"""Documents are packed as best fit decreasing would, one at a time."""
+
 from __future__ import annotations
 
 from collections import Counter

@@ -1,3 +1,5 @@
+"""Batches made in the background: in order, no further ahead than asked, errors in their place."""
+
 from __future__ import annotations
 
 import threading

@@ -1,3 +1,5 @@
+"""python -m trainer prepare: every row accounted for, the same output for any number of jobs, and its cache."""
+
 from __future__ import annotations
 
 import json
