@@ -93,7 +93,7 @@ def test_lines_do_not_depend_on_how_the_bytes_arrive(data: bytes, draw: st.DataO
         (b"50%\r", [(b"50%", "")]),
     ],
 )
-def test_lines(data: bytes, lines: list[tuple[bytes, str]]) -> None:
+def test_line_ends_of_every_kind(data: bytes, lines: list[tuple[bytes, str]]) -> None:
     cutter = _Lines()
     assert [(line.data, line.end) for line in [*cutter.take(data), *cutter.rest()]] == lines
 

@@ -28,7 +28,7 @@ def oom(vmid: int, pid: int) -> list[str]:
     return [line.format(vmid, pid) for line in OOM]
 
 
-def test_ours_and_theirs() -> None:
+def test_kills_in_other_containers_are_left_out() -> None:
     lines = [*oom(201, 7), "noise", XID, *oom(200, 8), *oom(2000, 9)]
     assert kernel.ours(lines, 200) == [XID, *oom(200, 8)]
 

@@ -109,7 +109,7 @@ def test_oom_kill_is_told_from_kill_nine():
         ({"exit_code": None, "signal": "SIGSEGV", "stop_requested": None}, "failed", 3),
     ],
 )
-def test_stops(change, state, code):
+def test_a_stop_that_was_asked_for_is_a_good_end_and_no_other(change, state, code):
     made = snap("stopped")
     made["state"].update(change)
     verdict = judge(made)

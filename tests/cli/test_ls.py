@@ -105,7 +105,7 @@ def test_many_containers_of_one_host_do_not_knock_at_once(monkeypatch):
     assert 1 < most < 10
 
 
-def test_json(cli, started, runner, closed_port):
+def test_json_has_the_runs_and_the_hosts_that_did_not_answer(cli, started, runner, closed_port):
     started("one", scripts.FINISHES)
     runner.ended("one")
     add_host(cli, dead(closed_port))

@@ -78,7 +78,7 @@ def test_a_time_is_a_number_of_seconds(cli, seconds):
         assert f"'{seconds}' is not a number of seconds" in shown.stderr
 
 
-def test_json(cli, started):
+def test_json_says_whether_the_run_was_running(cli, started):
     started("trains", scripts.TRAINS)
     shown = cli("stop", "--json")
     document = json.loads(shown.stdout)

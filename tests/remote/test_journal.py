@@ -72,7 +72,7 @@ def test_line_start_equals_searching_the_whole(data: bytes, offset: int, block: 
         (b"x" * 5000, "x" * 4096 + " ... (904 bytes left out)"),
     ],
 )
-def test_shown(raw: bytes, text: str) -> None:
+def test_a_line_is_text_whatever_its_bytes(raw: bytes, text: str) -> None:
     assert journal.shown(raw) == text
 
 

@@ -109,13 +109,13 @@ def test_the_trainer_has_its_own_group_no_stdin_and_default_signals(run: Run) ->
 
 
 @pytest.mark.parametrize("code", [1, 3, 143])
-def test_exit_codes(run: Run, code: int) -> None:
+def test_the_exit_code_is_on_record(run: Run, code: int) -> None:
     state = run.start(f"import sys; sys.exit({code})").end()
     assert (state["exit_code"], state["signal"]) == (code, None)
 
 
 @pytest.mark.parametrize("name", ["SIGKILL", "SIGSEGV", "SIGABRT"])
-def test_signals(run: Run, name: str) -> None:
+def test_the_signal_that_ended_it_is_on_record(run: Run, name: str) -> None:
     state = run.start(
         f"import os, signal, resource; resource.setrlimit(4, (0, 0)); os.kill(os.getpid(), signal.{name})"
     ).end()

@@ -315,7 +315,7 @@ def test_options_are_checked() -> None:
             parser.parse_args([*argv, *bad])
 
 
-def test_command(
+def test_the_command_tells_people_and_programs(
     tmp_path: Path, target: Target, trained: Drafter, capsys: pytest.CaptureFixture[str]
 ) -> None:
     target.model.save_pretrained(tmp_path / "target")

@@ -45,7 +45,7 @@ def test_commands_that_compile_name_the_cache_first(name, monkeypatch):
 
 
 @pytest.mark.parametrize("argv", [[], ["prepar"], ["--frobnicate"], ["prepare"]])
-def test_usage(argv):
+def test_wrong_usage_exits_2(argv):
     with pytest.raises(SystemExit) as caught:
         main(argv)
     assert caught.value.code == 2

@@ -42,7 +42,7 @@ def test_default_key_files(server: Server, client_home: Path) -> None:
 
 
 @pytest.mark.parametrize("kind", ["ed25519", "ecdsa", "rsa"])
-def test_key_types(make_server: MakeServer, tmp_path: Path, kind: str) -> None:
+def test_keys_of_each_type_log_in(make_server: MakeServer, tmp_path: Path, kind: str) -> None:
     key = make_key(tmp_path / "key", kind=kind)
     server = make_server(AuthorizedKeysFile=f"{key}.pub")
     with SshTransport(server.host(identity_file=key)) as ssh:

@@ -181,7 +181,7 @@ def test_batches_of_one_bucket_are_spread_over_the_epoch():
         assert lengths != sorted(lengths, reverse=True)
 
 
-def test_bad_arguments():
+def test_a_batch_before_the_first_and_one_of_no_rows_are_refused():
     with pytest.raises(IndexError):
         make([3]).batch(-1)
     with pytest.raises(ValueError, match="at least one row"):

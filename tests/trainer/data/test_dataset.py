@@ -142,7 +142,7 @@ def test_two_writers_of_one_dataset(tmp_path):
     assert len(Dataset.open(tmp_path / "out")) == 1
 
 
-def test_replace(tmp_path):
+def test_a_dataset_is_replaced_where_asked(tmp_path):
     write(tmp_path / "out", two_rows())
     write(tmp_path / "out", two_rows()[:1], replace=True)
     assert [p.name for p in tmp_path.iterdir()] == ["out"]
@@ -198,7 +198,7 @@ def test_damage_is_named(tmp_path, kind):
     assert caught.value.hint
 
 
-def test_missing(tmp_path):
+def test_a_dataset_that_is_not_there_is_told_with_the_way_to_one(tmp_path):
     with pytest.raises(DataError, match="no such dataset") as caught:
         Dataset.open(tmp_path / "nowhere")
     assert caught.value.where == str(tmp_path / "nowhere")

@@ -237,7 +237,7 @@ def test_the_command_names_what_is_missing(tmp_path, tokenizer, capsys, missing)
 
 
 @pytest.mark.parametrize("more", [["--max-length", "0"], ["--jobs", "x"], ["--template-argument", "novalue"]])
-def test_usage(tmp_path, tokenizer, more):
+def test_wrong_usage_exits_2(tmp_path, tokenizer, more):
     with pytest.raises(SystemExit) as caught:
         main(command(tokenizer, tmp_path / "out", "in.jsonl", *more))
     assert caught.value.code == 2
