@@ -196,7 +196,9 @@ def test_other_speculators_are_refused(
         load_drafter(tmp_path / "out")
 
 
-def test_the_command_says_what_it_wrote(tmp_path: Path, checkpoint: Path, capsys: pytest.CaptureFixture[str]) -> None:
+def test_the_command_says_what_it_wrote(
+    tmp_path: Path, checkpoint: Path, capsys: pytest.CaptureFixture[str]
+) -> None:
     parser = argparse.ArgumentParser()
     add_arguments(parser)
     assert run(parser.parse_args(["--checkpoint", str(checkpoint), "--output", str(tmp_path / "a/b")])) == 0

@@ -106,7 +106,9 @@ def test_a_known_key_passes_unasked(text: str, keys: list[tuple[str, str]], tmp_
 
 
 @pytest.mark.parametrize("text", ["", "pve2 K0\n", "@cert-authority pve1 K0\n", "@revoked pve1 K1\n"])
-def test_an_unknown_key_is_refused_unless_new_ones_are_taken(text: str, keys: list[tuple[str, str]], tmp_path: Path) -> None:
+def test_an_unknown_key_is_refused_unless_new_ones_are_taken(
+    text: str, keys: list[tuple[str, str]], tmp_path: Path
+) -> None:
     with pytest.raises(UnreachableError, match="is not known"):
         check(text, keys, tmp_path, accept_new=False)
     assert check(text, keys, tmp_path).read_text().startswith("pve1 ssh-ed25519 ")
