@@ -132,7 +132,7 @@ def test_the_last_lines_only_and_no_waiting(runner: Runner, session: Session) ->
         "a",
         "import time\nfor i in range(50): print(i)\nprint('half', end='', flush=True)\ntime.sleep(60)",
     )
-    wait_for(lambda: "half" in (runner.run_dir("a") / "run.log").read_text())
+    runner.said("a", "half")
     items = run_follow(runner, "a", Start(lines=3), wait=False)
     assert texts(items) == ["48", "49", "half"]
     assert items[-1].standing == "running"

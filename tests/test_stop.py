@@ -8,7 +8,7 @@ from dflashctl.diagnose.model import STOPPED_BY_US
 from dflashctl.errors import NotFoundError
 from dflashctl.remote.session import Session
 from dflashctl.stop import stop
-from tests.running import Runner, runner, session, wait_for
+from tests.running import Runner, runner, session
 
 __all__ = ["runner", "session"]
 
@@ -26,7 +26,7 @@ def test_the_newest_run_is_stopped_with_time_to_save(runner: Runner, session: Se
     runner.ended("a")
     runner.start(session, "b", SAVES)
     log = runner.run_dir("b") / "run.log"
-    wait_for(lambda: "ready" in log.read_text())
+    runner.said("b", "ready")
     stopped = stop(session)
     assert (stopped.run_id, stopped.was_running, stopped.killed, stopped.lost) == ("b", True, False, False)
     assert stopped.state["exit_code"] == 143

@@ -5,9 +5,6 @@ from __future__ import annotations
 import contextlib
 import io
 import json
-import os
-import subprocess
-import sys
 import tarfile
 import textwrap
 from collections.abc import Iterator
@@ -16,10 +13,9 @@ from typing import Any
 
 import pytest
 
-from dflashctl import hostsfile, stacks
+from dflashctl import stacks
 from dflashctl.cli import app
-from dflashctl.remote.session import Session
-from dflashctl.transport import transport_for
+from tests.containers import Place
 from tests.running import wait_for
 from tests.testhost import Container, Lab
 from tests.testhost.hosts import write_hosts_file
@@ -38,24 +34,13 @@ class Runs:
 
     def __init__(self, file: Path) -> None:
         self.file = file
-        hosts = hostsfile.load(file, os.environ, file.parent)
-        self.host = hosts.default
-        transport = transport_for(self.host, hosts, accept_new=True)
-        self.session = Session.on(self.host, transport, owns_transport=True)
+        self.place = Place(file)
+        self.session = self.place.session()
 
     def start(
         self, run_id: str, script: str, warmup: dict[str, float] | None = None, **environment: str
     ) -> dict[str, Any]:
-        folder = f"{self.host.workspace}/dflash/runs/{run_id}"
-        return self.session.call(
-            "start",
-            run_id=run_id,
-            manifest={"name": run_id, "warmup": warmup or {}},
-            config_toml="",
-            argv=[self.host.python, "-u", "-c", FIRST + textwrap.dedent(script), folder],
-            environment=environment,
-            grace=5.0,
-        )
+        return self.place.start(self.session, run_id, FIRST + textwrap.dedent(script), warmup, **environment)
 
     def log(self, run_id: str) -> list[str]:
         answer = self.session.call("snapshot", run_id=run_id, log_lines=2000, want_gpu=False)
@@ -77,11 +62,8 @@ class Runs:
         return answer
 
     def ended(self, run_id: str, seconds: float = 30) -> dict[str, Any]:
-        def over() -> bool:
-            answer = self.session.call("snapshot", run_id=run_id, log_lines=0, want_gpu=False)
-            return (answer.get("state") or {}).get("status") == "exited"
-
-        wait_for(over, seconds)
+        """The status once the run has ended."""
+        self.place.ended(self.session, run_id, seconds)
         return self.status(run_id)
 
     def stalled(self, run_id: str, seconds: float = 20) -> dict[str, Any]:
@@ -393,50 +375,24 @@ def test_a_container_that_stops_or_reboots_and_a_host_that_goes(lab: Lab, tmp_pa
     assert (code, out) == (7, ""), err
 
 
-def test_the_kernels_own_words_through_status(container: Container, runs: Runs, tmp_path: Path) -> None:
+def test_the_kernels_own_words_through_status(runs: Runs) -> None:
     runs.start("kernel-oom", "kept = []\nwhile True:\n    kept.append(b'x' * 10_000_000)")
-    runs.ended("kernel-oom")
-    hosts = write_hosts_file(tmp_path / "hosts.toml", container.node, vmids=(220,))
-    argv = [
-        sys.executable,
-        "-m",
-        "dflashctl",
-        "status",
-        "kernel-oom",
-        "--host",
-        "ct220",
-        "--hosts",
-        str(hosts),
-        "--json",
-    ]
-    done = subprocess.run([*argv, "--accept-new"], capture_output=True, text=True, check=False)
-    assert done.returncode == 3, done.stderr
-    answer = json.loads(done.stdout)
+    answer = runs.ended("kernel-oom")
     found = answer["diagnosis"]
-    assert found["class"] == "cgroup-oom"
+    assert (answer["exit_code"], found["class"]) == (3, "cgroup-oom")
     if not any("kernel log was not read" in note for note in answer["notes"]):
         assert found["root"]["file"] == "kernel"
         assert "dflash-kernel-oom.service" in found["root"]["text"]
 
 
-def test_a_bundle_of_a_run_in_a_container(container: Container, runs: Runs, tmp_path: Path) -> None:
+def test_a_bundle_of_a_run_in_a_container(runs: Runs, tmp_path: Path) -> None:
     runs.start("bundled", "raise KeyError('labels')")
     runs.ended("bundled")
-    hosts = write_hosts_file(tmp_path / "hosts.toml", container.node, vmids=(220,))
     target = tmp_path / "b.tar"
-    argv = [sys.executable, "-m", "dflashctl", "diagnose", "--run", "bundled", "--host", "ct220"]
-    argv += ["--hosts", str(hosts), "--accept-new", "--json", "--bundle", str(target)]
-    done = subprocess.run(argv, capture_output=True, text=True, check=False)
-    assert (done.returncode, json.loads(done.stdout)["root"]["text"]) == (3, "KeyError: 'labels'"), (
-        done.stderr
-    )
+    code, out, err = runs.command("diagnose", "--run", "bundled", "--json", "--bundle", str(target))
+    assert (code, json.loads(out)["root"]["text"]) == (3, "KeyError: 'labels'"), err
     with tarfile.open(target) as tar:
         names = {name.removeprefix("dflash-diagnosis/") for name in tar.getnames()}
-    assert {
-        "logs/run.log",
-        "manifest.json",
-        "state.json",
-        "host.json",
-        "facts.json",
-        "diagnosis.json",
-    } <= names
+    assert names >= {
+        "logs/run.log", "manifest.json", "state.json", "host.json", "facts.json", "diagnosis.json",
+    }  # fmt: skip

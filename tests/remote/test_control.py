@@ -25,10 +25,6 @@ SLEEP = "import time\nprint('ready')\ntime.sleep(60)"
 STUBBORN = "import signal, time\nsignal.signal(15, signal.SIG_IGN)\nprint('ready')\ntime.sleep(60)"
 
 
-def said_ready(runner: Runner, run_id: str) -> None:
-    wait_for(lambda: "ready" in (runner.run_dir(run_id) / "run.log").read_text())
-
-
 def test_start_answers_with_the_running_trainer(runner: Runner, session: Session) -> None:
     answer = runner.start(session, "a", SLEEP)
     state = answer["state"]
@@ -63,7 +59,7 @@ def test_a_trainer_that_can_not_be_started(runner: Runner, session: Session) -> 
 
 def test_secrets_are_in_no_argument_and_in_no_file(runner: Runner, session: Session) -> None:
     state = runner.start(session, "a", SLEEP, HF_TOKEN="hf_very_secret")["state"]
-    said_ready(runner, "a")
+    runner.said("a", "ready")
     assert b"HF_TOKEN=hf_very_secret" in Path(f"/proc/{state['pid']}/environ").read_bytes()
     for pid in (state["pid"], state["supervisor_pid"], session.begin["pid"]):
         assert b"very_secret" not in Path(f"/proc/{pid}/cmdline").read_bytes()
@@ -95,7 +91,7 @@ def test_of_two_launches_of_one_name_one_is_refused(runner: Runner) -> None:
 
 def test_stop_twice_and_after_the_end(runner: Runner, session: Session) -> None:
     state = runner.start(session, "a", SLEEP)["state"]
-    said_ready(runner, "a")
+    runner.said("a", "ready")
     answer = session.call("stop", run_id="a", grace=5)
     assert (answer["was_running"], answer["killed"], answer["lost"]) == (True, False, False)
     assert answer["state"]["signal"] == "SIGTERM"
@@ -107,7 +103,7 @@ def test_stop_twice_and_after_the_end(runner: Runner, session: Session) -> None:
 
 def test_stop_kills_what_will_not_end(runner: Runner, session: Session) -> None:
     runner.start(session, "a", STUBBORN, grace=60)
-    said_ready(runner, "a")
+    runner.said("a", "ready")
     answer = session.call("stop", run_id="a", grace=0.3)
     assert (answer["was_running"], answer["killed"], answer["state"]["signal"]) == (True, True, "SIGKILL")
 
@@ -120,7 +116,7 @@ def test_a_full_disk_keeps_no_run_from_being_stopped(runner: Runner) -> None:
     try:
         with runner.session() as session:
             runner.start(session, "a", SLEEP)
-            said_ready(runner, "a")
+            runner.said("a", "ready")
             with open(f"{disk}/fill", "wb", buffering=0) as file, contextlib.suppress(OSError):
                 while True:
                     file.write(b"x" * 4096)
@@ -136,7 +132,7 @@ def test_a_full_disk_keeps_no_run_from_being_stopped(runner: Runner) -> None:
 def test_stop_without_a_supervisor(runner: Runner, session: Session, script: str) -> None:
     """kill -9 of the supervisor: the trainer goes on, is still seen, and can be stopped."""
     state = runner.start(session, "a", script)["state"]
-    said_ready(runner, "a")
+    runner.said("a", "ready")
     os.kill(state["supervisor_pid"], signal.SIGKILL)
     wait_for(lambda: not supervisor.alive(state["supervisor_pid"], state["supervisor_start_ticks"]))
     snapshot = session.call("snapshot", run_id="a")
@@ -188,7 +184,7 @@ def test_a_supervisor_that_does_not_answer_is_killed(
     runner: Runner, session: Session, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     state = runner.start(session, "a", SLEEP)["state"]
-    said_ready(runner, "a")
+    runner.said("a", "ready")
     os.kill(state["supervisor_pid"], signal.SIGSTOP)
     monkeypatch.setattr(supervisor, "STRAY_WAIT", 0.2)
     answer = control.stop(str(runner.run_dir("a")), 0.3, time.sleep)

@@ -1,62 +1,24 @@
-"""The same in a container that boots systemd, over ssh and pct."""
+"""Runs in a container that boots systemd, over ssh and pct: as units, through cuts, stops, kills and reboots."""
 
 from __future__ import annotations
 
 import dataclasses
 import json
-import os
 import time
 from collections.abc import Iterator
 from pathlib import Path
-from typing import Any
 
 import pytest
 
-from dflashctl import follow, hostsfile, stop
+from dflashctl import follow, stop
 from dflashctl.errors import ConnectionLostError, ContainerError, PreflightError
 from dflashctl.remote import supervisor
-from dflashctl.remote.session import Session
 from dflashctl.snapshot import Snapshot
 from dflashctl.status import judge
-from dflashctl.transport import transport_for
+from tests.containers import Place
 from tests.running import wait_for
 from tests.testhost import Container, FaultyProxy, Lab, Node
 from tests.testhost.hosts import write_hosts_file
-
-
-class Place:
-    """The host ct200 of a hosts file, and runs in it."""
-
-    def __init__(self, file: Path) -> None:
-        self.hosts = hostsfile.load(file, os.environ, file.parent)
-        self.host = self.hosts.default
-
-    def session(self, **options: Any) -> Session:
-        session = Session.on(
-            self.host, transport_for(self.host, self.hosts, accept_new=True), owns_transport=True
-        )
-        for name, value in options.items():
-            setattr(session, name, value)
-        return session
-
-    def start(self, session: Session, run_id: str, script: str, **environment: str) -> dict[str, Any]:
-        folder = f"{self.host.workspace}/dflash/runs/{run_id}"
-        return session.call(
-            "start",
-            run_id=run_id,
-            manifest={"name": run_id},
-            config_toml="",
-            argv=[self.host.python, "-u", "-c", script, folder],
-            environment=environment,
-            grace=5.0,
-        )
-
-    def ended(self, session: Session, run_id: str, seconds: float = 20) -> dict[str, Any]:
-        def look() -> dict[str, Any] | None:
-            state = session.call("snapshot", run_id=run_id, want_gpu=False)["state"]
-            return state if state["status"] == "exited" else None
-
-        return wait_for(look, seconds)
 
 
 @pytest.fixture
