@@ -14,7 +14,7 @@ from trainer.modeling.drafter import Drafter
 from trainer.modeling.losses import HeadFP8, block_loss, default_gamma
 from trainer.modeling.target import Target, layer_forward
 from trainer.optim import FlatParameters, MasterAdamW, adamw_
-from trainer.pipeline.drafters import draft
+from trainer.pipeline.backward import draft
 from trainer.pipeline.targets import DrafterBatch
 from trainer.runtime import compile, graphs
 from trainer.runtime.devices import Device

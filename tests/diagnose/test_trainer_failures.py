@@ -113,14 +113,14 @@ WORKERS = {
     "drafter-1": (
         """
         import threading
-        from trainer.pipeline import drafters
-        whole = drafters.block_loss
+        from trainer.pipeline import backward
+        whole = backward.block_loss
         def block_loss(*args, **options):
             worker = threading.current_thread()
             if worker.name == "drafter-1" and worker.at_step == 3:
                 raise ValueError("labels of block 2 lie outside the row")
             return whole(*args, **options)
-        drafters.block_loss = block_loss
+        backward.block_loss = block_loss
         """,
         "ValueError: labels of block 2 lie outside the row",
         "cpu, step 3",
@@ -189,13 +189,13 @@ def test_a_sleeping_loader(trainer: Trainer) -> None:
 NAN = """
 import threading
 from dataclasses import replace
-from trainer.pipeline import drafters
-whole = drafters.block_loss
+from trainer.pipeline import backward
+whole = backward.block_loss
 def block_loss(*args, **options):
     out = whole(*args, **options)
     worker = threading.current_thread()
     return replace(out, loss=out.loss * float("nan")) if worker.at_step >= 3 else out
-drafters.block_loss = block_loss
+backward.block_loss = block_loss
 """
 
 

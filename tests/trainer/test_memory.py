@@ -24,7 +24,7 @@ from trainer.modeling.drafter import Drafter
 from trainer.modeling.losses import block_loss
 from trainer.modeling.target import Target, load_config
 from trainer.optim import FlatParameters, MasterAdamW
-from trainer.pipeline.drafters import draft
+from trainer.pipeline.backward import draft
 from trainer.pipeline.targets import DrafterBatch
 from trainer.runtime.devices import Device
 from trainer.variants import Bench

@@ -140,11 +140,12 @@ def test_drafters_average_their_gradients(tmp_path: Path, start: Start, training
     gradients, sums, weights = [], [], []
     with Prefetcher(plan.dataset, plan.own_batches, [0, 1], count=6, block_size=4) as batches:
         for prepared in batches:
-            out = alone._loss(producer.deliver(prepared).batch)
-            (out.loss * out.weight).backward()
-            sums.append(out.loss.item() * out.weight.item())
-            weights.append(out.weight.item())
-            gradients.append(alone.flat.gather().clone())
+            (metrics, weight), *_ = [
+                part() for part in alone.backward.parts(producer.deliver(prepared).batch)
+            ]
+            sums.append(metrics[0].item() * weight.item())
+            weights.append(weight.item())
+            gradients.append(alone.flat.gradients.clone())
     assert not torch.equal(*gradients)
     assert weights[0] != weights[1]
     assert losses(tmp_path / "runs/run") == [pytest.approx(sum(sums) / sum(weights))]

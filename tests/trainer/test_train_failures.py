@@ -18,7 +18,7 @@ from trainer import checkpoint
 from trainer.data.prefetch import Prefetcher
 from trainer.events import Events
 from trainer.modeling.target import Target
-from trainer.pipeline import drafters
+from trainer.pipeline import backward, drafters
 
 pytestmark = pytest.mark.usefixtures("no_worker_left")
 
@@ -47,12 +47,12 @@ FAILURES = {
     "target 1 while loading": (Target, "load", "target-1", 0, "target-1", 0),
     "drafter 0 while building": (drafters, "FlatParameters", "drafter-0", 0, "drafter-0", 0),
     "drafter 1 while building": (drafters, "FlatParameters", "drafter-1", 0, "drafter-1", 0),
-    "drafter 0 while warming up": (drafters, "block_loss", "drafter-0", 1, "drafter-0", 0),
-    "drafter 1 while warming up": (drafters, "block_loss", "drafter-1", 0, "drafter-1", 0),
+    "drafter 0 while warming up": (backward, "block_loss", "drafter-0", 1, "drafter-0", 0),
+    "drafter 1 while warming up": (backward, "block_loss", "drafter-1", 0, "drafter-1", 0),
     "target 0 at its first batch": (Target, "features", "target-0", 4, "target-0", 1),
     "target 1 at its third batch": (Target, "features", "target-1", 2, "target-1", 3),
-    "drafter 0 at step 1": (drafters, "block_loss", "drafter-0", 6, "drafter-0", 1),
-    "drafter 1 at step 3": (drafters, "block_loss", "drafter-1", 4, "drafter-1", 3),
+    "drafter 0 at step 1": (backward, "block_loss", "drafter-0", 6, "drafter-0", 1),
+    "drafter 1 at step 3": (backward, "block_loss", "drafter-1", 4, "drafter-1", 3),
     "drafter 0 while saving": (checkpoint, "save", "drafter-0", 0, "drafter-0", 2),
     "a prefetcher at its first batch": (Prefetcher, "_prepare", "prefetch", 0, "target-", 0),
     "a prefetcher later": (Prefetcher, "_prepare", "prefetch", 5, "target-", None),

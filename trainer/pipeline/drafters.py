@@ -5,21 +5,21 @@ from __future__ import annotations
 import functools
 import time
 from collections.abc import Callable
-from typing import Any, Protocol
+from typing import Protocol
 
 import torch
 from torch import Tensor
-from torch._dynamo.exc import RecompileError
 
-from trainer.modeling.drafter import Drafter, Midway
-from trainer.modeling.losses import HeadFP8, LossOutput, block_loss
+from trainer.modeling.drafter import Drafter
+from trainer.modeling.losses import HeadFP8
 from trainer.optim import FlatParameters, MasterAdamW, Schedule, adamw_
+from trainer.pipeline.backward import FIRST_LAYERS, Backward, Learned
 from trainer.pipeline.crew import Crew, Worker
 from trainer.pipeline.exchange import Exchange, Share
 from trainer.pipeline.plan import Course, Plan
 from trainer.pipeline.targets import Delivery, DrafterBatch, Feed
 from trainer.runtime import compile, graphs
-from trainer.runtime.devices import Device, Mark
+from trainer.runtime.devices import Device
 
 
 class Lead(Protocol):
@@ -39,31 +39,6 @@ class Start:
     def __init__(self, state: dict[str, dict[str, Tensor]] | None = None, updates: int = 0) -> None:
         self.state = state or {}
         self.updates = updates
-
-
-FIRST_LAYERS = 1
-"""Layers that a backward has ahead when gradients of those above are exchanged: one takes longer than that does."""
-
-
-def draft(drafter: Drafter, embedding: Tensor, batch: DrafterBatch) -> Tensor:
-    """The drafter's output for every block, `[B, A, K, D]`. A block's input is its anchor token, then K-1 masks."""
-    return leave(drafter, enter(drafter, embedding, batch, drafter.config.num_hidden_layers), batch)
-
-
-def enter(drafter: Drafter, embedding: Tensor, batch: DrafterBatch, count: int) -> Midway:
-    """The first `count` layers of `draft`."""
-    size = drafter.config.block_size
-    first = embedding[batch.tokens][:, :, None]
-    masks = embedding[drafter.config.mask_token_id].expand(*batch.tokens.shape, size - 1, -1)
-    blocks = torch.cat((first, masks), 2)
-    context = drafter.fuse(batch.features)
-    return drafter.begin(context, blocks, batch.anchors, batch.valid, batch.lengths, batch.starts, count)
-
-
-def leave(drafter: Drafter, midway: Midway, batch: DrafterBatch) -> Tensor:
-    """The rest of `draft`."""
-    config = drafter.config
-    return drafter.finish(midway, (*batch.tokens.shape, config.block_size, config.hidden_size))
 
 
 class Learner(Worker):
@@ -159,11 +134,18 @@ class Learner(Worker):
         )
         self.embedding = embedding.to(device, dtype)
         tied = head.data_ptr() == embedding.data_ptr()
-        exact = self.embedding if tied else head.to(device, dtype)
-        self.head = HeadFP8(exact) if plan.config.runtime.fp8_head else exact
+        self.head = self.embedding if tied else head.to(device, dtype)
+        self.backward = Backward(
+            self.drafter,
+            self.flat,
+            self.embedding,
+            HeadFP8(self.head) if plan.config.runtime.fp8_head else self.head,
+            train,
+            halved=plan.all_drafters > 1,
+            variants=len(plan.batches.lengths) if self.compiled else 0,
+        )
         self.totals = torch.zeros(3, dtype=torch.float64, device=device)
         self.nonfinite = torch.zeros(2, dtype=torch.int64, device=device)
-        self._build_forward()
         # what the update reads, in places that a graph can know
         self._rate = torch.zeros((), device=device)
         self._number = torch.zeros((), dtype=torch.int64, device=device)
@@ -174,31 +156,7 @@ class Learner(Worker):
         self._free = self.device.mark()  # behind the last update: what it reads may be overwritten
         if self.captured:
             self._recorder = graphs.Recorder(self.device)
-            self._backwards: dict[int, tuple[DrafterBatch, graphs.Graph[tuple[Tensor, Tensor]]]] = {}
-
-    def _build_forward(self) -> None:
-        """`draft`; with other drafters to exchange gradients with, in two parts, so that a backward can tell where it is."""
-        shapes = len(self._plan.batches.lengths)
-        compiled: Any = functools.partial(compile.compiled, variants=shapes) if self.compiled else _as_it_is
-        self._halfway: Mark | None = None
-        if self._plan.all_drafters == 1 or not self.flat.early:
-            self._forward: Any = compiled(draft)
-            return
-        self._halfway = self.device.recurring_mark()
-        first, rest = compiled(enter), compiled(leave)
-
-        def forward(drafter: Drafter, embedding: Tensor, batch: DrafterBatch) -> Tensor:
-            midway = first(drafter, embedding, batch, FIRST_LAYERS)
-            midway.x.register_hook(lambda gradient: self._pass_halfway())
-            return rest(drafter, midway, batch)
-
-        self._forward = forward
-
-    def _pass_halfway(self) -> None:
-        """The backward has come down to the first layers: the others' gradients are there."""
-        assert self._halfway is not None
-        self.flat.gather_early()
-        self._halfway.pass_again()
+            self._backwards: dict[int, tuple[DrafterBatch, list[graphs.Graph[Learned | None]]]] = {}
 
     def _warm_up(self, length: int) -> None:
         """Forward and backward in the shape of one bucket, with made-up data: compiles, captures, proves the memory."""
@@ -222,13 +180,14 @@ class Learner(Worker):
             labels=labels,
             labels_valid=torch.ones_like(labels, dtype=torch.bool),
         )
-        self._backward(batch)
-        learn: Callable[[], object] = functools.partial(self._backward, batch)
+        parts = self.backward.parts(batch)
+        for part in parts:
+            part()
         if self.captured:
-            graph = self._recorder.capture(functools.partial(self._backward, batch))
-            self._backwards[length], learn = (batch, graph), graph.replay
+            captured = [self._recorder.capture(part) for part in parts]
+            self._backwards[length], parts = (batch, captured), [graph.replay for graph in captured]
         if self.index == 0:
-            self.batch_ms[length] = self.device.milliseconds(learn)
+            self.batch_ms[length] = self.device.milliseconds(lambda: [part() for part in parts])
 
     def _warm_up_update(self) -> None:
         """An update that is dropped, for its loss is NaN: loads what it needs, and is captured; changes nothing."""
@@ -244,13 +203,6 @@ class Learner(Worker):
         for counted in (self.optimizer.dropped, self.totals, self.nonfinite):
             counted.zero_()
 
-    def _backward(self, batch: DrafterBatch) -> tuple[Tensor, Tensor]:
-        """The batch's gradient, times its weight, into `flat.gradients`; its metrics [2] and weight []."""
-        out = self._loss(batch)
-        (out.loss * out.weight).backward()
-        self.flat.gather()
-        return torch.stack((out.loss.detach().float(), out.eal.float())), out.weight.float()
-
     def _update(self) -> None:
         """Apply the averaged gradient, and count: by `_sum`, `_scale`, `_rate`, `_number` and `_mean`."""
         bad = self.optimizer.step(self._sum, self._rate, self._scale, self._mean[0])
@@ -259,36 +211,20 @@ class Learner(Worker):
         first = torch.where(bad & (self.nonfinite[1] == 0), self._number, self.nonfinite[1])
         self.nonfinite.copy_(torch.stack((self.nonfinite[0] + bad, first)))
 
-    def _loss(self, batch: DrafterBatch) -> LossOutput:
-        train = self._plan.config.train
-        try:
-            hidden = self._forward(self.drafter, self.embedding, batch)
-        except RecompileError as error:
-            what = f"a batch of {tuple(batch.features.shape)} with {batch.anchors.shape[1]} blocks a row"
-            raise compile.named(error, what) from error
-        return block_loss(
-            hidden,
-            self.head,
-            batch.labels,
-            batch.labels_valid,
-            kind=train.loss,
-            gamma=train.gamma,
-            alpha=train.dpace_alpha,
-        )
-
     def _step(self, step: int, delivery: Delivery) -> None:
         """One optimizer step, of which this worker has one batch. Never asks the device for a value."""
         batch = DrafterBatch(*(self.device.fetch(tensor, delivery.mark) for tensor in delivery.batch))
         if self.captured:
-            static, graph = self._backwards[batch.features.shape[1]]
+            static, captured = self._backwards[batch.features.shape[1]]
             graphs.fill(static, batch)
-            metrics, weight = graph.replay()
+            parts = [graph.replay for graph in captured]
         else:
-            metrics, weight = self._backward(batch)
-        complete = [(len(self.flat.gradients), self.device.mark())]
-        if self._halfway is not None:
-            complete.insert(0, (self.flat.early, self._halfway))
-        share = Share(self.flat.gradients, metrics, weight, tuple(complete))
+            parts = self.backward.parts(batch)
+        done = [(part(), self.device.mark()) for part in parts]
+        learned = done[0][0]
+        assert learned is not None
+        complete = tuple((end, mark) for end, (_, mark) in zip(self.backward.ends, done, strict=True))
+        share = Share(self.flat.gradients, *learned, complete)
         average = self._exchange.average(self.index, self.device, step, share, self._sum, self._free)
         self._rate.fill_(self._schedule.rate(step))
         self._number.fill_(step)
@@ -314,10 +250,6 @@ class Learner(Worker):
 
     def rate(self, step: int) -> float:
         return self._schedule.rate(step)
-
-
-def _as_it_is(function: Callable[..., Any]) -> Callable[..., Any]:
-    return function
 
 
 class DrafterWorker(Learner):

@@ -72,10 +72,6 @@ class Device:
         """A point in this worker's stream: everything issued so far."""
         return Mark(self.stream)
 
-    def recurring_mark(self) -> Mark:
-        """A point that is passed again and again, also by a graph that captured `Mark.pass_again`. So far never."""
-        return Mark(self.stream, recurring=True)
-
     def after(self, mark: Mark) -> None:
         """Let this worker's later work wait for `mark`, on the device; the thread goes on."""
         if self.stream is not None and mark.event is not None:
@@ -121,25 +117,13 @@ class Device:
 
 
 class Mark:
-    """A point in a stream that other streams, or the host, can wait for. On the CPU it has always passed.
+    """A point in a stream that other streams, or the host, can wait for. On the CPU it has always passed."""
 
-    Whoever waits, waits for the last time that the point was put into the stream before.
-    """
-
-    def __init__(self, stream: torch.cuda.Stream | None, recurring: bool = False) -> None:
+    def __init__(self, stream: torch.cuda.Stream | None) -> None:
         self.event: torch.cuda.Event | None = None
-        self._stream = stream
         if stream is not None:
-            # "external": a captured record is one of the graph's own, for all to see, whenever it runs
-            self.event = torch.cuda.Event(blocking=True, external=recurring)
-            if not recurring:
-                self.event.record(stream)
-
-    def pass_again(self) -> None:
-        """Put the point into its stream once more, behind everything issued so far."""
-        if self.event is not None:
-            assert self._stream is not None
-            self.event.record(self._stream)
+            self.event = torch.cuda.Event(blocking=True)
+            self.event.record(stream)
 
     def wait(self) -> None:
         """Let the host wait."""

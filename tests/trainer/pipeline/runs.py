@@ -51,7 +51,7 @@ def write_config(path: Path, target: Path, data: Path, /, **sections: dict[str, 
     base: dict[str, dict[str, Any]] = {
         "target": {"model": str(target)},
         "data": {"path": str(data), "max_length": 128, "bucket_count": 2, "packing": "off"},
-        "drafter": {"layers": 1, "block_size": 4, "target_layer_ids": [0, 2], "mask_token_id": MASK},
+        "drafter": {"layers": 2, "block_size": 4, "target_layer_ids": [0, 2], "mask_token_id": MASK},
         "train": {
             "steps": 6, "batch_size": 2, "anchors": 6, "learning_rate": 3e-3, "log_every": 1, "checkpoint_every": 0,
             "weight_decay": 0.1,

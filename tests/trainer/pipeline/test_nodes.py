@@ -88,9 +88,8 @@ def _average(
             with place.entered():
                 brought = (gradient, torch.tensor([number, step * 1.0]), torch.tensor(number + 1.0))
                 free, out = place.mark(), torch.empty(LENGTH, device=device)
-                there, early = [tensor.to(device) for tensor in brought], place.recurring_mark()
-                early.pass_again()
-                share = Share(*there, ((LENGTH // 3, early), (LENGTH, place.mark())))
+                there = [tensor.to(device) for tensor in brought]
+                share = Share(*there, ((LENGTH // 3, place.mark()), (LENGTH, place.mark())))
                 average = joint.average(index, place, step, share, out, free)
                 results[index].append(Average(*(tensor.cpu() for tensor in average)))
 

@@ -22,7 +22,7 @@ from trainer.modeling.drafter import Drafter
 from trainer.modeling.layout import DrafterConfig
 from trainer.modeling.losses import LossOutput, block_loss
 from trainer.modeling.target import Target
-from trainer.pipeline.drafters import draft
+from trainer.pipeline.backward import draft
 from trainer.pipeline.targets import with_labels
 
 A, K = 24, 4
