@@ -66,7 +66,9 @@ def judge(facts: Mapping[str, Any], profile: Profile, host: Host, label: str, *,
 
 
 def _modules(modules: Mapping[str, Any], host: Host, label: str) -> list[tuple[str, str]]:
-    install = f"install the trainer's needs there: {host.python} -m pip install {NEEDS};"
+    missing = modules.get("missing") or {}
+    needs = f"{NEEDS} tomli" if "tomli" in missing else NEEDS  # Python 3.10 lacks tomllib
+    install = f"install the trainer's needs there: {host.python} -m pip install {needs};"
     install += " or set `python` of this host in hosts.toml to one that has them (README.md: how to make it)"
     if why := modules.get("unread"):
         return [
@@ -75,7 +77,6 @@ def _modules(modules: Mapping[str, Any], host: Host, label: str) -> list[tuple[s
                 "set `python` of this host in hosts.toml",
             )
         ]
-    missing = modules.get("missing") or {}
     absent = [name for name, why in missing.items() if why == _not_installed(name)]
     found = [(f"{host.python} on {label} has no {', '.join(absent)}", install)] if absent else []
     found += [

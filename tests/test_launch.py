@@ -6,6 +6,7 @@ import dataclasses
 import json
 import os
 import subprocess
+import sys
 import threading
 from pathlib import Path
 from typing import Any
@@ -133,11 +134,13 @@ def refused(session: Session, host: Host, message: str, **options: Any) -> Prefl
     return caught.value
 
 
-def test_a_module_is_missing(session: Session, host: Host, modules: Path) -> None:
-    (modules / "torch" / "__init__.py").write_text(
+@pytest.mark.parametrize("name", ["torch", "tomllib" if sys.version_info >= (3, 11) else "tomli"])
+def test_a_module_is_missing(session: Session, host: Host, modules: Path, name: str) -> None:
+    (modules / name).mkdir(exist_ok=True)
+    (modules / name / "__init__.py").write_text(
         "raise ImportError('libcudart.so.13: cannot open shared object file')"
     )
-    error = refused(session, host, "torch can't be imported by")
+    error = refused(session, host, f"{name} can't be imported by")
     assert "ImportError: libcudart.so.13: cannot open shared object file" in error.message
     assert "pip install" in error.hint
 

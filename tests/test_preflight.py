@@ -119,6 +119,15 @@ def test_refusals(given: dict[str, Any], message: str) -> None:
     assert message in refused(given).message
 
 
+def test_python_3_10_is_told_to_install_tomli() -> None:
+    missing = {name: f"ModuleNotFoundError: No module named '{name}'" for name in ("torch", "tomli")}
+    error = refused(modules(python="3.10.13", missing=missing))
+    assert error.message == "/opt/venv/bin/python on ct200 on pve1 has no torch, tomli"
+    assert "safetensors jinja2 tomli; or" in error.hint
+    del missing["tomli"]
+    assert "safetensors jinja2; or" in refused(modules(missing=missing)).hint
+
+
 def test_devices_that_do_not_exist() -> None:
     few = facts(gpus={"rows": FACTS["gpus"]["rows"][:2]})
     error = refused(few, targets="'cuda:0'", drafters="'cuda:5', 'cuda:6'")

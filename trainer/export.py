@@ -121,6 +121,8 @@ def _write(output: Path, tensors: dict[str, Tensor], raw: dict[str, Any]) -> Non
         save_file(tensors, scratch / "model.safetensors", metadata={"format": "pt"})
         (scratch / "config.json").write_text(json.dumps(raw, indent=2, sort_keys=True) + "\n", "utf-8")
         scratch.chmod(0o755)
+        # safetensors lets nobody but the owner read what it writes; who serves a drafter may be another
+        (scratch / "model.safetensors").chmod((scratch / "config.json").stat().st_mode)
         os.replace(scratch, output)
     except BaseException:
         shutil.rmtree(scratch, ignore_errors=True)

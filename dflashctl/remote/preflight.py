@@ -16,7 +16,8 @@ IMPORT_TIMEOUT = 120.0
 IMPORTS = """
 import json, os, sys
 found = {"python": sys.version.split()[0], "path": [p for p in sys.path if os.path.isdir(p)]}
-for name in ("torch", "transformers", "pyarrow", "safetensors"):
+toml = "tomllib" if sys.version_info >= (3, 11) else "tomli"
+for name in ("torch", "transformers", "pyarrow", "safetensors", toml):
     try:
         found[name] = getattr(__import__(name), "__version__", "")
     except Exception as error:

@@ -80,12 +80,12 @@ def state_home(tmp_path_factory: pytest.TempPathFactory) -> Iterator[None]:
         yield
 
 
-@pytest.fixture(scope="module")
+@pytest.fixture(scope="session")  # as its node: a process may come back to this module after tests of others
 def container(lab: Lab) -> Container:
     return lab.node("failures").container(220, "failures", memory_mb=320)
 
 
-@pytest.fixture(scope="module")
+@pytest.fixture(scope="session")
 def runs(container: Container, tmp_path_factory: pytest.TempPathFactory) -> Iterator[Runs]:
     file = write_hosts_file(tmp_path_factory.mktemp("hosts") / "hosts.toml", container.node, vmids=(220,))
     runs = Runs(file)
@@ -309,7 +309,7 @@ for batch in loader:
 """
 
 
-@pytest.fixture(scope="module")
+@pytest.fixture(scope="session")
 def with_torch(lab: Lab, tmp_path_factory: pytest.TempPathFactory) -> Iterator[tuple[Runs, Container]]:
     container = lab.node("loaders").container(222, "loaders", memory_mb=2048)
     file = write_hosts_file(tmp_path_factory.mktemp("loaders") / "hosts.toml", container.node, vmids=(222,))

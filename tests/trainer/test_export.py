@@ -88,6 +88,9 @@ def test_zlab_layout(tmp_path: Path, checkpoint: Path) -> None:
     assert raw["dflash_config"] == {"mask_token_id": 39, "target_layer_ids": [1, 2, 4, 5, 6]}
     assert (raw["block_size"], raw["dtype"], raw["num_target_layers"]) == (4, "bfloat16", 9)
     assert sorted(p.name for p in tmp_path.iterdir()) == ["out", checkpoint.name, "target"]
+    assert (tmp_path / "out/model.safetensors").stat().st_mode == (
+        tmp_path / "out/config.json"
+    ).stat().st_mode
 
 
 def test_speculators_layout(tmp_path: Path, target: Path, checkpoint: Path) -> None:

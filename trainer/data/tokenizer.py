@@ -7,6 +7,7 @@ from collections.abc import Mapping
 from pathlib import Path
 from typing import Any
 
+from trainer import gguf
 from trainer.data.chat import Message, RowError
 from trainer.data.errors import DataError
 
@@ -17,7 +18,10 @@ def load_tokenizer(path: Path) -> Any:
     """The tokenizer of a folder in Hugging Face layout or a GGUF file. Never downloads. Raises DataError."""
     from transformers import AutoTokenizer
 
-    if path.is_file() and path.suffix == ".gguf":
+    if gguf.is_gguf(path):
+        if command := gguf.lacking():
+            problem = "the tokenizer can't be read: a GGUF file needs packages that are not installed"
+            raise DataError(problem, where=str(path), hint=command)
         where: dict[str, Any] = {"pretrained_model_name_or_path": str(path.parent), "gguf_file": path.name}
     elif path.is_dir():
         where = {"pretrained_model_name_or_path": str(path)}
@@ -26,8 +30,12 @@ def load_tokenizer(path: Path) -> Any:
         raise DataError(f"the tokenizer can't be read: {problem}", where=str(path), hint=_TARGET)
     try:
         tokenizer = AutoTokenizer.from_pretrained(**where, local_files_only=True)
-    except (OSError, ValueError, ImportError, KeyError) as error:
-        raise DataError(f"the tokenizer can't be read: {error}", where=str(path), hint=_TARGET) from error
+    except Exception as error:  # a file cut short gives a struct.error, AttributeError ...
+        raise DataError(
+            f"the tokenizer can't be read: {type(error).__name__}: {error}",
+            where=str(path),
+            hint=f"fetch it again if it is damaged; else {_TARGET}",
+        ) from error
     if not tokenizer.is_fast:
         raise DataError(
             "the tokenizer has no tokenizer.json, so tokens can't be traced back to the text",

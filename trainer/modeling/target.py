@@ -14,6 +14,7 @@ from typing import Any
 import torch
 from torch import Tensor, nn
 
+from trainer import gguf
 from trainer.modeling import ModelError, documents, fp8
 from trainer.modeling.decoder import DecoderLayer
 
@@ -290,8 +291,10 @@ def require_plain(setting: str, by_layer: bool) -> None:
 
 
 def _source(path: Path) -> dict[str, Any]:
-    """How from_pretrained is told of a folder or a GGUF file. Raises ModelError when neither is there."""
-    if path.is_file() and path.suffix == ".gguf":
+    """How from_pretrained is told of a folder or a GGUF file. Raises ModelError when neither is there, or can't be read."""
+    if gguf.is_gguf(path):
+        if command := gguf.lacking():
+            raise ModelError(f"{path}: a GGUF file needs packages that are not installed: {command}")
         return {
             "pretrained_model_name_or_path": str(path.parent),
             "gguf_file": path.name,

@@ -22,6 +22,9 @@ def test_what_is_wrong_with_a_tokenizer(tmp_path):
     with pytest.raises(DataError, match="can't be read") as caught:
         load_tokenizer(tmp_path / "empty")
     assert caught.value.where == str(tmp_path / "empty")
+    (t.save_tokenizer(tmp_path / "list", t.CHATML) / "tokenizer_config.json").write_text("[]")
+    with pytest.raises(DataError, match="can't be read: AttributeError: "):
+        load_tokenizer(tmp_path / "list")
 
 
 def test_fingerprint_tells_tokenizers_apart_but_not_templates(tmp_path):
