@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable
 from pathlib import Path
 from typing import Any
 
@@ -11,39 +10,12 @@ import torch
 
 from tests.trainer.conftest import losses, same_masters
 from tests.trainer.pipeline.runs import arguments, events, make_dataset, make_target, write_config
+from tests.trainer.pipeline.streams import FakeRecorder
 from trainer import train
 from trainer.modeling import fp8
 from trainer.pipeline.training import Training
 from trainer.runtime import graphs
 from trainer.runtime.devices import Device, Mark
-
-
-class _Again:
-    """A graph's stand-in: replaying calls the function again, which reads the same static tensors, and writes what it
-    returns over what it returned before."""
-
-    def __init__(self, function: Callable[[], Any]) -> None:
-        self._function = function
-        self._outputs = function()
-
-    def replay(self) -> Any:
-        for old, new in zip(*map(_tensors, (self._outputs, self._function())), strict=True):
-            old.copy_(new)
-        return self._outputs
-
-
-def _tensors(outputs: Any) -> tuple[torch.Tensor, ...]:
-    if isinstance(outputs, torch.Tensor):
-        return (outputs,)
-    return outputs or ()
-
-
-class _Recorder:
-    def __init__(self, device: object) -> None:
-        pass
-
-    def capture(self, function: Callable[[], Any]) -> _Again:
-        return _Again(function)
 
 
 def _run(folder: Path, name: str, parts: tuple[Path, Path], **sections: dict[str, Any]) -> list[float]:
@@ -73,7 +45,7 @@ def test_static_tensors_change_nothing(
     }
     wanted = _run(tmp_path, "off", parts, **sections)
     monkeypatch.setattr(graphs, "wanted", lambda runtime, device: runtime.cuda_graphs == "explicit")
-    monkeypatch.setattr(graphs, "Recorder", _Recorder)
+    monkeypatch.setattr(graphs, "Recorder", FakeRecorder)
     assert _run(tmp_path, "explicit", parts, runtime={"cuda_graphs": "explicit"}, **sections) == wanted
     assert same_masters(tmp_path / "off", tmp_path / "explicit", 12)
 
@@ -150,7 +122,12 @@ def test_two_targets_and_two_drafters_on_one_gpu(
         last = events(tmp_path / how, "step")[-1]
         print(f"{how}: warm-up {[e['seconds'] for e in ready]} s, {last['step_s'] * 1000:.2f} ms a step")
     difference = max(abs(a - b) for a, b in zip(curves["off"], curves["explicit"], strict=True))
-    print(f"losses {curves['off'][0]:.4f} -> {curves['off'][-1]:.4f}, largest difference {difference:.3g}")
+    apart = next((n for n, (a, b) in enumerate(zip(*curves.values(), strict=True), 1) if a != b), 0)
+    print(
+        f"losses {curves['off'][0]:.4f} -> {curves['off'][-1]:.4f}, largest difference {difference:.3g}",
+        end="",
+    )
+    print(f", the first at step {apart}" if apart else "")
     assert sum(curves["off"][-20:]) < sum(curves["off"][:20])
     assert curves["explicit"] == pytest.approx(curves["off"], rel=1e-2)
 

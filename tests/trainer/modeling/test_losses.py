@@ -257,6 +257,22 @@ def test_logits_far_apart_and_tokens_ruled_out(device: str, dtype: torch.dtype) 
         assert found.isfinite().all()
 
 
+@pytest.mark.gpu
+@needs_fp8
+@pytest.mark.parametrize(("rows", "vocabulary"), [(4096, 64), (256, 151_936)])
+def test_the_kernel_gives_the_same_bits_each_time(rows: int, vocabulary: int) -> None:
+    """Its threads meet at the label's place in memory three times."""
+    logits, labels = some_logits("cuda", rows, vocabulary, torch.bfloat16)
+    valid = torch.arange(rows, device="cuda") % 7 != 1
+    wanted = None
+    for _ in range(50):
+        ce, hits = cross_entropy_(gradient := logits.clone(), labels, valid)
+        told = torch.cat([t.flatten().float() for t in cross_entropy_fp8(logits.clone(), labels, valid)])
+        found = torch.cat((ce, hits.float(), gradient.flatten().float(), told))
+        wanted = found if wanted is None else wanted
+        assert torch.equal(found, wanted)
+
+
 @here_and_there
 @pytest.mark.parametrize("near", [0.0, 6.0, 12.0])
 def test_a_head_in_8_bits_is_nearly_the_head(device: str, near: float) -> None:

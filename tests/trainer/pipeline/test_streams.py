@@ -1,0 +1,82 @@
+"""Whole runs on made-up streams: nothing that two streams touch is left to chance; and what a missing wait looks like."""
+
+from __future__ import annotations
+
+import sys
+from collections.abc import Callable
+from pathlib import Path
+from typing import Any
+
+import pytest
+
+from tests.trainer.pipeline.runs import arguments, write_config
+from tests.trainer.pipeline.streams import FakeDevice, FakeMark, FakeRecorder, Memory
+from trainer import train
+from trainer.pipeline import drafters, exchange, targets
+from trainer.runtime import graphs
+
+Run = Callable[..., Memory]
+
+
+@pytest.fixture
+def run(tmp_path: Path, parts: tuple[Path, Path], monkeypatch: pytest.MonkeyPatch) -> Run:
+    """run(targets, drafters, captured=, apart=, **devices): three steps, and what they touched."""
+
+    def go(
+        count: int,
+        learners: int,
+        captured: bool = False,
+        apart: bool = False,
+        kind: type[FakeDevice] = FakeDevice,
+        **devices: Any,
+    ) -> Memory:
+        memory = Memory()
+        for module in (targets, drafters, exchange):
+            monkeypatch.setattr(module, "Device", lambda device: kind(device, memory, apart))
+        if captured:
+            monkeypatch.setattr(graphs, "wanted", lambda runtime, device: True)
+            monkeypatch.setattr(graphs, "Recorder", FakeRecorder)
+        labels = targets.with_labels
+
+        def on_the_host(*args: Any, **options: Any) -> Any:
+            memory.here.apart = True
+            try:
+                return labels(*args, **options)
+            finally:
+                memory.here.apart = False
+
+        monkeypatch.setattr(targets, "with_labels", on_the_host)
+        named = {"targets": ["cpu"] * count, "drafters": ["cpu"] * learners, "cpu_threads": 1, **devices}
+        config = write_config(tmp_path / "c.toml", *parts, devices=named, train={"steps": 3, "anchors": 4})
+        assert train.run(arguments(config, tmp_path / "run")) == 0
+        return memory
+
+    return go
+
+
+@pytest.mark.parametrize(
+    ("count", "learners", "devices", "captured", "apart"),
+    [
+        (2, 2, {}, True, False),
+        (2, 2, {}, False, True),
+        (1, 5, {}, True, True),
+        (2, 2, {"topology": "colocated"}, True, True),
+    ],
+)
+def test_streams_touch_nothing_together(
+    run: Run, count: int, learners: int, devices: dict[str, Any], captured: bool, apart: bool
+) -> None:
+    memory = run(count, learners, captured, apart, **devices)
+    assert memory.streams > 4
+    told = sorted(set(memory.races))
+    assert not told, f"{len(told)} races, such as {told[:5]}"
+
+
+@pytest.mark.parametrize("where", ["_add_up", "average", "fetch"])
+def test_a_wait_that_is_left_out_is_noticed(run: Run, where: str) -> None:
+    class Forgetful(FakeDevice):
+        def after(self, mark: FakeMark) -> None:
+            if sys._getframe(1).f_code.co_name != where:
+                super().after(mark)
+
+    assert run(2, 2, kind=Forgetful).races
