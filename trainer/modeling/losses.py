@@ -137,13 +137,15 @@ class HeadFP8:
     ) -> tuple[Tensor, Tensor]:
         """As `_cross_entropy` with this head."""
         narrow, scales = fp8.to_fp8(rows)
-        found = []
-        for part in _parts(len(rows), chunk):
+
+        def chunk_of(part: slice) -> tuple[Tensor, Tensor, Tensor]:
             logits = fp8.multiply((narrow[part], scales[part]), self.by_token, rows.dtype)
-            *told, others, scale, own = cross_entropy_fp8(logits, labels[part], valid[part])
-            found.append((*told, own))
+            ce, hits, others, scale, own = cross_entropy_fp8(logits, labels[part], valid[part])
             if gradient is not None:
                 fp8.multiply((others, scale), self.by_feature, rows.dtype, exact_sum=True, out=gradient[part])
+            return ce, hits, own
+
+        found = [chunk_of(part) for part in _parts(len(rows), chunk)]
         ce, hits, own = (torch.cat(column) for column in zip(*found, strict=True))
         if gradient is not None:
             gradient.addcmul_(own[:, None].to(gradient.dtype), self.head[labels])
@@ -169,13 +171,16 @@ def _cross_entropy(
     """
     if isinstance(head, HeadFP8):
         return head.cross_entropy(rows, labels, valid, gradient, chunk)
-    found = []
-    for part in _parts(len(rows), chunk):
+
+    def chunk_of(part: slice) -> tuple[Tensor, Tensor]:  # its logits are gone before the next one's are made
         logits = rows[part] @ head.T
-        found.append(cross_entropy_(logits, labels[part], valid[part]))
+        found = cross_entropy_(logits, labels[part], valid[part])
         if gradient is not None:
             torch.mm(logits, head, out=gradient[part])
-    ce, hits = (torch.cat(column) for column in zip(*found, strict=True))
+        return found
+
+    chunks = [chunk_of(part) for part in _parts(len(rows), chunk)]
+    ce, hits = (torch.cat(column) for column in zip(*chunks, strict=True))
     return ce, hits
 
 

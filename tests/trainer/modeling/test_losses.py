@@ -2,7 +2,10 @@
 
 from __future__ import annotations
 
+import gc
 import math
+import weakref
+from typing import Any
 
 import pytest
 import torch
@@ -10,6 +13,7 @@ import torch.nn.functional as F
 from hypothesis import given, settings
 from hypothesis import strategies as st
 from torch import Tensor
+from torch.utils._python_dispatch import TorchDispatchMode
 
 from trainer.modeling.losses import (
     CHUNK_ELEMENTS,
@@ -172,6 +176,37 @@ def test_chunks_are_few_shapes_and_within_the_limit(blocks: int, vocabulary: int
         assert chunk % 64 == 0
         most -= most % 64
     assert -(-blocks // chunk) == -(-blocks // most), "no more chunks than needed"
+
+
+class Logits(TorchDispatchMode):
+    """How many tensors with a column for each token are alive at once."""
+
+    def __init__(self, vocabulary: int) -> None:
+        super().__init__()
+        self._vocabulary = vocabulary
+        self._alive: list[weakref.ref[torch.UntypedStorage]] = []
+        self.most = 0
+
+    def __torch_dispatch__(self, func: Any, types: Any, args: Any = (), kwargs: Any = None) -> Any:
+        out = func(*args, **(kwargs or {}))
+        if "mm" in func.name() and out.shape[-1] == self._vocabulary:
+            self._alive.append(weakref.ref(out.untyped_storage()))
+            self.most = max(self.most, sum(storage() is not None for storage in self._alive))
+        return out
+
+
+@pytest.mark.parametrize("eight_bits", [False, True])
+def test_one_chunk_of_logits_is_alive_at_a_time(eight_bits: bool) -> None:
+    hidden = torch.randn(1, 8, 3, 16, dtype=torch.bfloat16, requires_grad=True)
+    head, labels = torch.randn(48, 16).bfloat16(), torch.randint(48, (1, 8, 2))
+    ours = HeadFP8(head) if eight_bits else head
+    gc.disable()  # what lives in a cycle would count too
+    try:
+        with Logits(48) as logits:
+            block_loss(hidden, ours, labels, labels >= 0, chunk=2).loss.backward()
+    finally:
+        gc.enable()
+    assert (logits.most, len(logits._alive)) == (1, 4)
 
 
 def some_logits(device: str, rows: int, vocabulary: int, dtype: torch.dtype) -> tuple[Tensor, Tensor]:
