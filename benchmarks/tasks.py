@@ -25,7 +25,7 @@ class Task:
         argv: words after `python`; `{name}`, `{output}` and `{scratch}` are filled in.
         limit: seconds.
         gib: of a GPU's memory, beside others.
-        environment: changed for it.
+        environment: changed for it, filled in likewise.
     """
 
     name: str
@@ -100,7 +100,8 @@ class Runner:
     def _start(self, task: Task, jobs: int) -> None:
         output = self._names["output"]
         words = [word.format(name=task.name, **self._names) for word in task.argv]
-        environment = {**os.environ, **task.environment}
+        changed = {k: v.format(name=task.name, **self._names) for k, v in task.environment.items()}
+        environment = {**os.environ, **changed}
         if jobs > 1:
             threads = max(2, 2 * (os.cpu_count() or 1) // jobs)
             environment.setdefault("TORCHINDUCTOR_COMPILE_THREADS", str(threads))
