@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import os
 import signal
 from collections.abc import Iterator
 from pathlib import Path
@@ -11,6 +12,10 @@ import pytest
 from tests import properties
 from tests.testhost import Container, Lab, Node, leftovers, unavailable
 from tests.testhost.hosts import write_hosts_file
+
+# now, before any other conftest.py imports PyTorch: where the suite's processes together have more threads than there are
+# cores, these wait for each other
+os.environ.setdefault("OMP_NUM_THREADS", "1")
 
 NODE_FIXTURES = {"lab", "node", "container", "container_elsewhere", "hosts_file"}
 

@@ -62,7 +62,6 @@ def hugging_face(target: Target, prompt: list[int], count: int) -> list[int]:
 
 @pytest.fixture(scope="module")
 def target() -> Target:
-    torch.set_num_threads(1)
     return make_target()
 
 

@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import os
 import signal
 import subprocess
 import sys
@@ -46,7 +45,7 @@ def process_of(tmp_path: Path, parts: tuple[Path, Path]) -> Iterator[Process]:
         script += "\nfrom trainer.__main__ import main\nsys.exit(main(sys.argv[1:]))\n"
         process = subprocess.Popen(
             [sys.executable, "-c", script, "train", "--config", str(config), "--run-dir", str(tmp_path / "run")],
-            cwd=ROOT, stdout=subprocess.PIPE, stderr=subprocess.PIPE, text=True, env={**os.environ, "OMP_NUM_THREADS": "1"},
+            cwd=ROOT, stdout=subprocess.PIPE, stderr=subprocess.PIPE, text=True,
         )  # fmt: skip
         made.append(process)
         return process
