@@ -145,10 +145,9 @@ def test_the_users_file_is_found_without_xdg(tmp_path: Path, environ: dict[str, 
 @pytest.mark.parametrize("how", ["--hosts", "$DFLASH_HOSTS"])
 def test_a_named_file_must_exist(tmp_path: Path, environ: dict[str, str], how: str) -> None:
     path = tmp_path / "none.toml"
-    if how == "--hosts":
-        given, environ = path, environ
-    else:
-        given, environ = None, {**environ, "DFLASH_HOSTS": str(path)}
+    given = path if how == "--hosts" else None
+    if given is None:
+        environ = {**environ, "DFLASH_HOSTS": str(path)}
     with pytest.raises(ConfigError) as error:
         hostsfile.load(given, environ, tmp_path)
     assert error.value.message == f"no hosts file at {path}"

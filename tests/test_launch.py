@@ -121,6 +121,13 @@ def test_resume_names_the_other_run(runner: Runner, session: Session, host: Host
         go(session, host, resume="third")
 
 
+def test_a_trainer_that_dies_at_once(runner: Runner, session: Session, host: Host, trainer: Path) -> None:
+    (trainer / "__main__.py").write_text("raise SystemExit('no luck')")
+    launched = go(session, host)
+    assert launched.run_id is not None
+    assert runner.ended(str(launched.run_id))["exit_code"] == 1
+
+
 # What is refused before anything is started
 
 
@@ -275,11 +282,3 @@ def test_a_damaged_memory_is_no_harm(runner: Runner, session: Session, host: Hos
     cache.parent.mkdir(parents=True)
     cache.write_text(text)
     assert go(session, host).facts["modules"]["torch"] == "2.13.0"
-
-
-def test_a_trainer_that_dies_at_once(runner: Runner, session: Session, host: Host, trainer: Path) -> None:
-    (trainer / "__main__.py").write_text("raise SystemExit('no luck')")
-    launched = go(session, host)
-    assert launched.run_id is not None
-    state = wait_for(lambda: runner.ended(str(launched.run_id)))
-    assert state["exit_code"] == 1

@@ -27,6 +27,8 @@ from tests.running import Runner, runner, wait_for
 
 __all__ = ["host", "modules", "runner", "trainer"]
 
+STUBBORN = "import signal, time; signal.signal(signal.SIGTERM, signal.SIG_IGN); time.sleep(99)"
+
 
 @pytest.mark.timeout(20)
 def test_noise_without_a_gap_is_given_up(runner: Runner, monkeypatch: pytest.MonkeyPatch) -> None:
@@ -112,9 +114,7 @@ def test_what_takes_long_is_told_apart_from_silence(runner: Runner, monkeypatch:
     """Stopping a run whose supervisor hangs takes longer than the patience of who asked."""
     hurried(monkeypatch)
     session = runner.session()
-    state = runner.start(
-        session, "a", "import signal, time; signal.signal(signal.SIGTERM, signal.SIG_IGN); time.sleep(99)"
-    )["state"]
+    state = runner.start(session, "a", STUBBORN)["state"]
     os.kill(state["supervisor_pid"], signal.SIGSTOP)
     begun, pid = time.monotonic(), session.begin["pid"]
     answer = session.call("stop", timeout=1.0, run_id="a", grace=0.5)
@@ -207,9 +207,7 @@ def test_a_stop_cut_off_is_carried_through(
         send(line)
     """
     with runner.session() as starter:
-        state = runner.start(
-            starter, "a", "import signal, time; signal.signal(signal.SIGTERM, signal.SIG_IGN); time.sleep(99)"
-        )
+        state = runner.start(starter, "a", STUBBORN)
     os.kill(state["state"]["supervisor_pid"], signal.SIGKILL)
     session = runner.session(python=tampering(tmp_path, code))
     with pytest.raises(ConnectionLostError) as caught:

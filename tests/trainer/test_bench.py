@@ -24,6 +24,7 @@ from trainer.variants import Phases
 from trainer.workload import Workload, drafter_config, flops_of, useful_flops
 
 SMALL = Workload("tiny", batch=2, sequence=64, anchors=6, block=4, layers=2)
+SIZE = ["--sequence", "64", "--anchors", "6", "--block", "4", "--layers", "1", "--steps", "2"]
 
 
 @pytest.mark.parametrize(
@@ -86,8 +87,7 @@ def test_bench_prints_a_line_a_variant_and_writes_json(
     tmp_path: Path, capsys: pytest.CaptureFixture[str]
 ) -> None:
     out = tmp_path / "b.json"
-    size = ["--sequence", "64", "--anchors", "6", "--block", "4", "--layers", "1", "--steps", "2"]
-    assert main(["bench", *size, "--json", str(out), "--profile"]) == 0
+    assert main(["bench", *SIZE, "--json", str(out), "--profile"]) == 0
     report = json.loads(out.read_text())
     assert [r["variant"] for r in report["results"]] == ["plain", "eager"]
     for result in report["results"]:
@@ -113,8 +113,7 @@ def test_others_come_last_and_what_they_raise_is_told(
     parser = argparse.ArgumentParser()
     bench.add_arguments(parser)
     out = tmp_path / "b.json"
-    size = ["--sequence", "64", "--anchors", "6", "--block", "4", "--layers", "1", "--steps", "1"]
-    args = parser.parse_args([*size, "--variants", "eager", "--batch", "1,2", "--json", str(out)])
+    args = parser.parse_args([*SIZE, "--variants", "eager", "--batch", "1,2", "--json", str(out)])
     assert bench.run(args, {"twin": lambda made: made.step("eager"), "broken": broken}) == 0
     results = json.loads(out.read_text())["results"]
     assert [(r["variant"], r["batch"]) for r in results] == [
@@ -139,8 +138,7 @@ def test_a_variant_that_fails_costs_its_own_line(
         return step(made, variant)
 
     monkeypatch.setattr(bench.Bench, "step", failing)
-    size = ["--sequence", "64", "--anchors", "6", "--block", "4", "--layers", "1", "--steps", "1"]
-    assert main(["bench", *size]) == code
+    assert main(["bench", *SIZE]) == code
     told = capsys.readouterr()
     assert f"plain           batch 1   {type(error).__name__}: {error}".splitlines()[0] in told.out
     assert "eager           batch 1   " in told.out
@@ -158,8 +156,7 @@ def test_sigusr2_shows_where_it_stands(
         return 1.0
 
     monkeypatch.setattr(bench, "matmul_limit", limit)
-    size = ["--sequence", "64", "--anchors", "6", "--block", "4", "--layers", "1", "--steps", "1"]
-    assert main(["bench", *size, "--variants", "eager"]) == 0
+    assert main(["bench", *SIZE, "--variants", "eager"]) == 0
     assert " [MainThread] (most recent call first):\n" in told[0]
     assert " in limit\n" in told[0]
 

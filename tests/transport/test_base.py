@@ -208,7 +208,7 @@ def test_writing_to_a_program_that_does_not_read(
 
 
 def test_a_program_killed_by_a_signal_has_no_code(transport: Transport) -> None:
-    # exec: there must be no shell in between that turns the signal into a code
+    # sshd's login shell execs a lone command: no shell is left in between that would turn the signal into a code
     result = transport.run(["sh", "-c", "kill -KILL $$"], timeout=10)
     assert result.exit_code is None
 
