@@ -4,10 +4,12 @@ from __future__ import annotations
 
 import sys
 from collections.abc import Callable
+from concurrent.futures import ThreadPoolExecutor
 from pathlib import Path
 from typing import Any
 
 import pytest
+import torch
 
 from tests.trainer.pipeline.runs import arguments, write_config
 from tests.trainer.pipeline.streams import FakeDevice, FakeMark, FakeRecorder, Memory
@@ -80,3 +82,52 @@ def test_a_wait_that_is_left_out_is_noticed(run: Run, where: str) -> None:
                 super().after(mark)
 
     assert run(2, 2, kind=Forgetful).races
+
+
+class _SeveralNodes:
+    """As `Nodes` of two, of which the other brings the same."""
+
+    alone = False
+
+    def add_up(self, *vectors: torch.Tensor) -> None:
+        for vector in vectors:
+            vector.add_(vector)
+
+
+@pytest.mark.parametrize("apart", [False, True])
+def test_streams_of_a_node_among_others_touch_nothing_together(
+    apart: bool, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    memory, size, length = Memory(), 3, 40
+    monkeypatch.setattr(exchange, "Device", lambda device: FakeDevice(device, memory, apart))
+    joint = exchange.Exchange(size, lambda step: None, _SeveralNodes())  # type: ignore[arg-type]
+    sums: list[list[torch.Tensor]] = [[] for _ in range(size)]
+
+    def work(index: int) -> None:
+        device: Any = FakeDevice(torch.device("cpu"), memory, apart)
+        with device.entered():
+            gradients, out, free = torch.zeros(length), torch.zeros(length), device.mark()
+            for step in range(1, 4):
+                gradients[:30].fill_(step + index)
+                early = device.mark()
+                gradients[30:].fill_(step * index)
+                metrics, weight = torch.ones(1) * index, torch.ones(())
+                share = exchange.Share(gradients, metrics, weight, ((30, early), (length, device.mark())))
+                average = joint.average(index, device, step, share, out, free)
+                sums[index].append(average.total.clone())
+                free = device.mark()
+
+    def worker(index: int) -> None:
+        try:
+            work(index)
+        except BaseException:
+            joint.abort()
+            raise
+
+    with ThreadPoolExecutor(size) as pool:
+        for done in [pool.submit(worker, index) for index in range(size)]:
+            done.result()
+    assert sorted(set(memory.races)) == []
+    for step in range(3):
+        wanted = torch.tensor([2.0 * (3 * (step + 1) + 3)] * 30 + [2.0 * 3 * (step + 1)] * 10)
+        assert all(torch.equal(found[step], wanted) for found in sums)
