@@ -23,8 +23,9 @@ def test_the_smollm2_profile_loads_and_its_readme_names_its_files() -> None:
     assert f"examples/smollm2/{profile.target.model}" in readme
     assert f"--output examples/smollm2/{profile.data.path}" in readme
     assert f"--max-length {profile.data.max_length}" in readme
+    assert "--output examples/smollm2/drafter " in readme
     ignored = (SMOLLM2 / ".gitignore").read_text("utf-8").split()
-    assert {f"{Path(profile.target.model).parts[0]}/", f"{profile.data.path}/"} <= set(ignored)
+    assert {f"{Path(profile.target.model).parts[0]}/", f"{profile.data.path}/", "drafter/"} <= set(ignored)
 
 
 @pytest.mark.parametrize(("name", "count"), [("train.jsonl", 400), ("test.jsonl", 40)])
