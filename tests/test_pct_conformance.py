@@ -316,14 +316,16 @@ def test_a_stopping_container_is_called_running_and_cannot_be_entered(pve1: Node
     refusal = comparable({"name": ""}, recorded["exec_stderr"].encode())
 
     def refused_as_recorded() -> bool:
-        # for a moment, while its init ends, LXC says other things
+        # for a moment after its init has ended LXC says other things
         entered = pve1.pct("exec", "200", "--", "true", check=False)
         return (
             entered.returncode == recorded["exec_rc"] and comparable({"name": ""}, entered.stderr) == refusal
         )
 
+    init = pve1.root / f"proc/{pve1.containers[200].init_pid()}"
     with pve1.stopping():
         stop = subprocess.Popen(pve1.inside(["/usr/sbin/pct", "stop", "200"]), stdin=subprocess.DEVNULL)
+        wait_for(lambda: not init.exists())  # what enters while it ends may hang in there
         wait_for(refused_as_recorded)
         status = pve1.pct("status", "200").stdout
     assert stop.wait(60) == 0

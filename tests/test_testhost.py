@@ -284,13 +284,19 @@ while (my $line = <STDIN>) {
     pop @args;
     my (%o, $said);
     local $SIG{__WARN__} = sub { $said .= $_[0] };
-    my $ok = Getopt::Long::GetOptionsFromArray(\\@args, \\%o, 'keep-env:s', 'verbose:s', 'user=s', 'perms=s', 'u2=s');
+    my $ok = Getopt::Long::GetOptionsFromArray(\\@args, \\%o, 'keep-env:s', 'verbose:s', 'user=s', 'perms=s', 'user2=s');
     my $values = join("", map { "$_=$o{$_}\\x02" } sort keys %o);
     my $rest = join("", map { "$_\\x02" } @args);
     print $ok ? "$values\\x03$rest" : $said, "\\x01";
 }
 """
-OPTIONS = {"keep-env": "boolean", "verbose": "boolean", "user": "string", "perms": "string", "u2": "string"}
+OPTIONS = {
+    "keep-env": "boolean",
+    "verbose": "boolean",
+    "user": "string",
+    "perms": "string",
+    "user2": "string",
+}
 WORDS = [
     "--",
     "-",
@@ -305,7 +311,7 @@ WORDS = [
     "--user=x",
 ]
 WORDS += [
-    "--u2=1",
+    "--user2=1",
     "--u",
     "-d",
     "-la",
@@ -331,7 +337,7 @@ WORDS += [
     "--perms=a=b",
     "a\nb",
     "--user=\n",
-    "--u\n2",
+    "--user\n2",
 ]
 
 
