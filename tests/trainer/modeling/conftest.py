@@ -16,11 +16,6 @@ from trainer.modeling.target import Target
 VOCAB, MASK, EOS = 64, 63, 1
 
 
-@pytest.fixture(autouse=True)
-def _one_thread() -> None:
-    torch.set_num_threads(1)
-
-
 def qwen3(**changes: Any) -> Qwen3ForCausalLM:
     torch.manual_seed(0)
     shape = {"hidden_size": 32, "intermediate_size": 64, "num_hidden_layers": 6, "num_attention_heads": 4}

@@ -12,7 +12,7 @@ from typing import Any
 
 _CONTEXT = multiprocessing.get_context("forkserver")
 _CONTEXT.set_forkserver_preload(
-    ["trainer.train", "trainer.__main__", "transformers.models.qwen3.modeling_qwen3"]
+    ["pytest", "trainer.train", "trainer.__main__", "transformers.models.qwen3.modeling_qwen3"]
 )
 
 

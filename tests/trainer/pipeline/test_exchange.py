@@ -8,7 +8,7 @@ import time
 import pytest
 import torch
 
-from tests.trainer.pipeline.test_sums import in_pairs
+from tests.trainer.pipeline.sums import in_pairs
 from trainer.pipeline import exchange as module
 from trainer.pipeline.channel import Stopped
 from trainer.pipeline.exchange import Exchange, Share

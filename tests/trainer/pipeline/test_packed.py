@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-from collections.abc import Iterator
 from pathlib import Path
 
 import numpy as np
@@ -66,14 +65,6 @@ def learn(
     hidden = draft(drafter, target.embedding, batch)
     out = block_loss(hidden, target.head, batch.labels, batch.labels_valid, kind)
     return out, list(torch.autograd.grad(out.loss, list(drafter.parameters()))), hidden[batch.valid]
-
-
-@pytest.fixture(autouse=True)
-def _one_thread() -> Iterator[None]:
-    before = torch.get_num_threads()
-    torch.set_num_threads(1)
-    yield
-    torch.set_num_threads(before)
 
 
 @pytest.mark.parametrize(("kind", "ranges"), [("ce-decay", False), ("ce-dpace", True)])

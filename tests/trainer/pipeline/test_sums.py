@@ -7,15 +7,8 @@ import torch
 from hypothesis import given, settings
 from hypothesis import strategies as st
 
+from tests.trainer.pipeline.sums import in_pairs
 from trainer.pipeline.sums import fetched, part_of, sum_in_pairs
-
-
-def in_pairs(parts: list[torch.Tensor]) -> torch.Tensor:
-    """The naive twin: neighbours, then neighbouring sums; one without a neighbour goes on as it is."""
-    while len(parts) > 1:
-        pairs = [parts[i] + parts[i + 1] for i in range(0, len(parts) - 1, 2)]
-        parts = pairs + (parts[-1:] if len(parts) % 2 else [])
-    return parts[0].clone()
 
 
 def _parts(count: int, seed: int, dtype: torch.dtype = torch.float32) -> list[torch.Tensor]:
