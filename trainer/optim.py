@@ -76,7 +76,7 @@ class FlatParameters:
                 parameter.data = view
         self._parameters = [parameter for _, parameter in named]
         self._views = list(self.split(self.gradients).values())
-        self._early, self._gathered = len(early), 0
+        self._early, self._gathered = sum(name in early for name, _ in named), 0
 
     def gather(self) -> Tensor:
         """`gradients`, with what a backward has left in the parameters' `.grad`, which is given up: a backward that finds

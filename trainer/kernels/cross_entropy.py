@@ -11,10 +11,8 @@ import triton
 import triton.language as tl
 from torch import Tensor
 
-BLOCK, WARPS = (
-    16384,
-    32,
-)  # few rows at a time, so that more of each is still in the cache when it is read again
+BLOCK, WARPS = 16384, 32
+"""Few rows at a time, so that more of each is still in the cache when it is read again."""
 FP8 = torch.float8_e4m3fn
 LOG2_E = tl.constexpr(1.4426950408889634)
 

@@ -12,7 +12,7 @@ from torch._dynamo.exc import RecompileError
 
 from trainer.config import TrainConfig
 from trainer.modeling.drafter import Drafter, Midway
-from trainer.modeling.losses import HeadFP8, LossOutput, block_loss
+from trainer.modeling.losses import HeadFP8, block_loss
 from trainer.optim import FlatParameters
 from trainer.pipeline.targets import DrafterBatch
 from trainer.runtime import compile
@@ -126,13 +126,8 @@ class Backward:
 
     def _learn(self, hidden: Tensor, batch: DrafterBatch) -> Learned:
         """The loss of the drafter's output, and its backward as far as that goes."""
-        out = self._loss(hidden, batch)
-        (out.loss * out.weight).backward()
-        return Learned(torch.stack((out.loss.detach().float(), out.eal.float())), out.weight.float())
-
-    def _loss(self, hidden: Tensor, batch: DrafterBatch) -> LossOutput:
         train = self._train
-        return block_loss(
+        out = block_loss(
             hidden,
             self._head,
             batch.labels,
@@ -141,3 +136,5 @@ class Backward:
             gamma=train.gamma,
             alpha=train.dpace_alpha,
         )
+        (out.loss * out.weight).backward()
+        return Learned(torch.stack((out.loss.detach().float(), out.eal.float())), out.weight.float())

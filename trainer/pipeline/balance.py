@@ -27,7 +27,8 @@ class Costs:
         samples: in the batch; packed rows hold several.
         target_ms: until its features are there.
         drafter_ms: forward, loss, backward and update.
-        exchange_ms: to fetch another drafter's gradients, and add them.
+        exchange_ms: to fetch another drafter's gradients, and add them, but for those that are exchanged beside a backward
+            (taken to be hidden by it whole).
     """
 
     rows: int

@@ -21,9 +21,7 @@ class Share(NamedTuple):
     gradients: Tensor  # [N], compute dtype, on its device: of its loss times its weight
     metrics: Tensor  # float32 [M], on its device
     weight: Tensor  # float32 [], on its device: the denominator of its loss
-    complete: tuple[
-        tuple[int, Mark], ...
-    ]  # up to where gradients are, and when; at the end all, and the rest
+    complete: tuple[tuple[int, Mark], ...]  # up to where gradients are, and when; the last: all is
 
     @property
     def mark(self) -> Mark:
