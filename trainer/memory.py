@@ -199,11 +199,11 @@ def batch_bytes(shape: DrafterConfig, batch: Shape, itemsize: int) -> int:
 def target_step(size: TargetSize, shape: DrafterConfig, batch: Shape, itemsize: int) -> int:
     """What the target's forward takes at its height, the features it returns included.
 
-    That is either in the last layer that is read (the states read before, the residual, its norm, and four tensors of
-    the MLP's width) or when the states are laid side by side.
+    That is either in the last layer that is read (the states read before, the input and its two terms, the residual, its
+    norm, and four tensors of the MLP's width) or when the states are laid side by side.
     """
     read = len(shape.target_layer_ids)
-    layer = (read + 1) * size.hidden + 4 * size.intermediate
+    layer = (read + 4) * size.hidden + 4 * size.intermediate
     return itemsize * batch.rows * batch.length * max(layer, (2 * read + 1) * size.hidden)
 
 

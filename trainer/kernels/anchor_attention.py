@@ -206,16 +206,19 @@ def _queries(
 
 @triton.jit
 def _key_gradient(
-    dk, dv, k, v, Q, DO, LSE, DELTA, q_stride, o_stride, lo, hi, first, last, b, a, column, n, scale, K:
-    tl.constexpr, D: tl.constexpr, BD: tl.constexpr, BM: tl.constexpr, MASKED: tl.constexpr, OWN: tl.constexpr,
+    dk, dv, k, v, Q, DO, LSE, DELTA, q_stride, q_head, o_stride, o_head, lo, hi, first, last, b, a, column, n, scale,
+    K: tl.constexpr, D: tl.constexpr, BD: tl.constexpr, BM: tl.constexpr, HEADS: tl.constexpr, MASKED: tl.constexpr,
+    OWN: tl.constexpr,
 ):
-    """Of one tile of keys, over the queries lo..hi of one head."""
-    for at in tl.range(lo, hi, BM):
+    """Of one tile of keys, over the queries lo..hi of HEADS heads, one after another."""
+    tiles = (hi - lo + BM - 1) // BM
+    for index in tl.range(0, HEADS * tiles):
+        h, at = index // tiles, lo + index % tiles * BM
         row = at + tl.arange(0, BM)
-        q = _tile(Q, row, q_stride, n, D, BD, MASKED)
-        do = _tile(DO, row, o_stride, n, D, BD, MASKED)
-        lse = tl.load(LSE + row, mask=row < n, other=0.0)
-        delta = tl.load(DELTA + row, mask=row < n, other=0.0)
+        q = _tile(Q + h * q_head, row, q_stride, n, D, BD, MASKED)
+        do = _tile(DO + h * o_head, row, o_stride, n, D, BD, MASKED)
+        lse = tl.load(LSE + h * n + row, mask=row < n, other=0.0)
+        delta = tl.load(DELTA + h * n + row, mask=row < n, other=0.0)
         p = tl.math.exp2(tl.dot(k, q.T, input_precision="ieee") * scale - lse[None, :])
         if MASKED:
             begin, end = _rows(first, last, b, a, row, n, K)
@@ -230,11 +233,11 @@ def _key_gradient(
 def _context_keys(
     Q, CK, CV, LSE, first, last, DO, DELTA, DK, DV, qb, qn, qh, ckb, ckn, ckh, cvb, cvn, cvh, ob, on, oh, a, n, s,
     heads, scale, K: tl.constexpr, G: tl.constexpr, D: tl.constexpr, BD: tl.constexpr, BM: tl.constexpr, BN:
-    tl.constexpr, BA: tl.constexpr,
+    tl.constexpr, BA: tl.constexpr, HEADS: tl.constexpr,
 ):
-    """Gradients of the context's keys and values, as far as one query head makes them."""
-    tile, h, b = tl.program_id(0), tl.program_id(1), tl.program_id(2)
-    b64 = b.to(tl.int64)
+    """Gradients of the context's keys and values, as far as HEADS query heads make them."""
+    tile, group, b = tl.program_id(0), tl.program_id(1), tl.program_id(2)
+    b64, h = b.to(tl.int64), group * HEADS
     column = tile * BN + tl.arange(0, BN)
     # which blocks see the tile, and which see all of it
     block = tl.arange(0, BA)
@@ -256,20 +259,20 @@ def _context_keys(
     LSE, DELTA = LSE + (b64 * heads + h) * n, DELTA + (b64 * heads + h) * n
     scale2 = scale * LOG2E
     dk, dv = _key_gradient(
-        dk, dv, k, v, Q, DO, LSE, DELTA, qn, on, low, full, first, last, b, a, column, n, scale2, K, D, BD, BM,
-        True, False,
+        dk, dv, k, v, Q, DO, LSE, DELTA, qn, qh, on, oh, low, full, first, last, b, a, column, n, scale2, K, D, BD, BM,
+        HEADS, True, False,
     )
     dk, dv = _key_gradient(
-        dk, dv, k, v, Q, DO, LSE, DELTA, qn, on, full, full_end, first, last, b, a, column, n, scale2, K, D, BD, BM,
-        False, False,
+        dk, dv, k, v, Q, DO, LSE, DELTA, qn, qh, on, oh, full, full_end, first, last, b, a, column, n, scale2, K, D, BD, BM,
+        HEADS, False, False,
     )
     dk, dv = _key_gradient(
-        dk, dv, k, v, Q, DO, LSE, DELTA, qn, on, full_end, high, first, last, b, a, column, n, scale2, K, D, BD, BM,
-        True, False,
+        dk, dv, k, v, Q, DO, LSE, DELTA, qn, qh, on, oh, full_end, high, first, last, b, a, column, n, scale2, K, D, BD, BM,
+        HEADS, True, False,
     )
-    place = (b64 * s * heads + h) * D
-    _store(DK + place, column, heads * D, s, dk * scale, D, BD)
-    _store(DV + place, column, heads * D, s, dv, D, BD)
+    place = (b64 * s * (heads // HEADS) + group) * D
+    _store(DK + place, column, heads // HEADS * D, s, dk * scale, D, BD)
+    _store(DV + place, column, heads // HEADS * D, s, dv, D, BD)
 
 
 @triton.jit
@@ -286,13 +289,11 @@ def _own_keys(
     v = _tile(VALUES + b64 * vb + kv * vh, column, vn, n, D, BD, True)
     dk, dv = tl.zeros((BN, BD), tl.float32), tl.zeros((BN, BD), tl.float32)
     low, high = tile * BN // K * K, tl.minimum(n, ((tile * BN + BN - 1) // K + 1) * K)
-    for g in range(G):
-        h = kv * G + g
-        dk, dv = _key_gradient(
-            dk, dv, k, v, Q + b64 * qb + h * qh, DO + b64 * ob + h * oh, LSE + (b64 * heads + h) * n, DELTA + (b64 *
-            heads + h) * n, qn, on, low, high, first, last, b, a, column, n, scale * LOG2E, K, D, BD, BM, True,
-            True,
-        )
+    h = kv * G
+    dk, dv = _key_gradient(
+        dk, dv, k, v, Q + b64 * qb + h * qh, DO + b64 * ob + h * oh, LSE + (b64 * heads + h) * n, DELTA + (b64 * heads
+        + h) * n, qn, qh, on, oh, low, high, first, last, b, a, column, n, scale * LOG2E, K, D, BD, BM, G, True, True,
+    )
     place = (b64 * n * (heads // G) + kv) * D
     _store(DK + place, column, heads // G * D, n, dk * scale, D, BD)
     _store(DV + place, column, heads // G * D, n, dv, D, BD)
@@ -315,12 +316,28 @@ WIDE = (Tiling(64, 64, 4, 3), Tiling(64, 64, 4, 2), Tiling(64, 128, 8, 3), Tilin
 NARROW = (Tiling(64, 32, 4, 2), Tiling(64, 32, 4, 1), Tiling(32, 64, 4, 1), Tiling(32, 32, 4, 1))
 
 
+PROGRAMS = 8
+"""A multiprocessor: fewer, of unlike lengths, leave some idle at the end."""
+
+
 def tilings(query: Tensor) -> tuple[Tiling, Tiling, Tiling, Tiling]:
     """The same for one card, type and width: another summation order would give other bits."""
     if query.dtype.itemsize > 2 or query.shape[-1] > 128 or not query.is_cuda:
         return NARROW
     properties: Any = torch.cuda.get_device_properties(query.device)
     return WIDE if properties.shared_memory_per_block_optin >= 160 << 10 else NARROW
+
+
+def heads_together(device: torch.device, programs: int, heads: int) -> int:
+    """How many of the query heads that share a key head one program takes: all, where programs of so much work are enough
+    to fill the GPU evenly; else one, and what each makes is added up in float32.
+
+    programs: tiles of keys, of all rows and key heads.
+    """
+    if device.type != "cuda":
+        return 1
+    properties: Any = torch.cuda.get_device_properties(device)
+    return heads if programs >= PROGRAMS * properties.multi_processor_count else 1
 
 
 def _strides(*tensors: Tensor) -> list[int]:
@@ -388,12 +405,14 @@ def backward(
         *_strides(query, keys, values, context_keys, context_values, gradient),
         a, n, s, h, scale, **_constants(query, keys, first, for_queries),
     )  # fmt: skip
-    # one program a query head: programs of a shared head would be few and long; the heads are summed in float32
-    by_head = [query.new_empty(b, s, kv, h // kv, d, dtype=torch.float32) for _ in range(2)]
-    _context_keys[(triton.cdiv(s, for_context.keys), h, b)](
+    tiles = triton.cdiv(s, for_context.keys)
+    together = heads_together(query.device, tiles * kv * b, h // kv)
+    shape, dtype = (b, s, kv, h // kv // together, d), query.dtype if together == h // kv else torch.float32
+    by_head = [query.new_empty(shape, dtype=dtype) for _ in range(2)]
+    _context_keys[(tiles, h // together, b)](
         query, context_keys, context_values, lse, first, last, gradient, delta, *by_head,
         *_strides(query, context_keys, context_values, gradient),
-        a, n, s, h, scale, **_constants(query, keys, first, for_context), BA=triton.next_power_of_2(a),
+        a, n, s, h, scale, **_constants(query, keys, first, for_context), BA=triton.next_power_of_2(a), HEADS=together,
     )  # fmt: skip
     dk, dv = query.new_empty(b, n, kv, d), query.new_empty(b, n, kv, d)
     _own_keys[(triton.cdiv(n, for_own.keys), kv, b)](
@@ -401,5 +420,8 @@ def backward(
         *_strides(query, keys, values, gradient),
         a, n, h, scale, **_constants(query, keys, first, for_own),
     )  # fmt: skip
-    dck, dcv = (part.sum(3, dtype=torch.float32).to(query.dtype) for part in by_head)
+    dck, dcv = (
+        part.squeeze(3) if together == h // kv else part.sum(3, dtype=torch.float32).to(query.dtype)
+        for part in by_head
+    )
     return dq, dk, dv, dck, dcv

@@ -113,10 +113,22 @@ class DecoderLayer(nn.Module):
         }
         return layer
 
-    def forward(self, hidden: Tensor, rotary: tuple[Tensor, Tensor], mask: documents.Mask = None) -> Tensor:
-        """`[B, S, D]` -> the same. `rotary`: cos and sin `[B, 1, S, d]`; `mask`: from `documents.document_mask`."""
-        hidden = hidden + self._attend(self.norms[0](hidden), rotary, mask)
-        return hidden + self._mlp(self.norms[1](hidden))
+    def forward(
+        self, before: Tensor, added: Tensor, rotary: tuple[Tensor, Tensor], mask: documents.Mask = None
+    ) -> tuple[Tensor, Tensor, Tensor]:
+        """The layer, given the two terms of its input: the sum is then taken in the pass that takes its norm.
+
+        Args:
+            before, added: `[B, S, D]`.
+            rotary: cos and sin, `[B, 1, S, d]`.
+            mask: from `documents.document_mask`.
+
+        Returns:
+            its input, `before + added`; and the two terms of its output.
+        """
+        hidden = before + added
+        middle = hidden + self._attend(self.norms[0](hidden), rotary, mask)
+        return hidden, middle, self._mlp(self.norms[1](middle))
 
     def _attend(self, x: Tensor, rotary: tuple[Tensor, Tensor], mask: documents.Mask) -> Tensor:
         query, keys, values = (part.unflatten(-1, (-1, self.head_dim)) for part in self.qkv(x))

@@ -34,10 +34,14 @@ PLAIN_DECODERS = frozenset({"llama", "mistral", "qwen2", "qwen3"})
 
 
 def layer_forward(
-    layer: DecoderLayer, hidden: Tensor, rotary: tuple[Tensor, Tensor], mask: documents.Mask = None
-) -> Tensor:
+    layer: DecoderLayer,
+    before: Tensor,
+    added: Tensor,
+    rotary: tuple[Tensor, Tensor],
+    mask: documents.Mask = None,
+) -> tuple[Tensor, Tensor, Tensor]:
     """`DecoderLayer.forward` as a function, which workers compile."""
-    return layer(hidden, rotary, mask)
+    return layer(before, added, rotary, mask)
 
 
 class _AllCaptured(Exception):
@@ -182,10 +186,12 @@ class Target:
             positions, mask = positions - starts, documents.document_mask(starts)
         rotary = self._decoder.rotary_emb(hidden, positions)
         rotary = (rotary[0][:, None], rotary[1][:, None])
+        added = torch.zeros_like(hidden)
         for index, layer in enumerate(self.plain_layers):
-            hidden = self.run_layer(layer, hidden, rotary, mask)
-            if index in self.layer_ids:
-                capture.states[index] = hidden
+            entered, hidden, added = self.run_layer(layer, hidden, added, rotary, mask)
+            if index - 1 in self.layer_ids:
+                capture.states[index - 1] = entered
+        capture.states[len(self.plain_layers) - 1] = hidden + added
 
     def to_fp8(self) -> None:
         """From now on compute `features` in 8 bits, by copies of the weights; `step` stays as it is. Raises ModelError

@@ -33,7 +33,8 @@ def compiled(
 
 @pytest.mark.parametrize("capability", [80, 90])
 @pytest.mark.parametrize(("width", "wide"), [(128, True), (128, False), (80, True), (64, False)])
-def test_attention_compiles(capability: int, width: int, wide: bool) -> None:
+@pytest.mark.parametrize("together", [1, 4])
+def test_attention_compiles(capability: int, width: int, wide: bool, together: int) -> None:
     from trainer.kernels import anchor_attention as kernels
 
     tensors = dict.fromkeys(["Q", "KEYS", "VALUES", "CK", "CV", "OUT", "DO", "DQ", "DK", "DV"], "*bf16")
@@ -45,8 +46,8 @@ def test_attention_compiles(capability: int, width: int, wide: bool) -> None:
         constants = {"K": 16, "G": 4, "D": width, "BD": 128 if width > 64 else 64}
         constants |= {"BM": tiling.queries, "BN": tiling.keys}
         if function is kernels._context_keys:
-            constants["BA"] = 512
-            types = types | {"DK": "*fp32", "DV": "*fp32"}
+            constants |= {"BA": 512, "HEADS": together}
+            types = types | (dict.fromkeys(["DK", "DV"], "*fp32") if together == 1 else {})
         made = compiled(
             function, constants, types, capability, num_warps=tiling.warps, num_stages=tiling.stages
         )
@@ -70,11 +71,12 @@ def test_cross_entropy_compiles(capability: int) -> None:
 INTERPRETED = """
 import torch
 import torch.nn.functional as F
-from trainer.kernels import cross_entropy
+from trainer.kernels import anchor_attention, cross_entropy
 from trainer.kernels.cross_entropy import cross_entropy_
 from trainer.modeling import attention, losses
 
-def attend(b, h, kv, a, k, s, d, kind):
+def attend(b, h, kv, a, k, s, d, kind, together):
+    anchor_attention.heads_together = lambda device, programs, heads: heads if together else 1
     parts = [torch.randn(b, n, heads, d, requires_grad=True) for n, heads in ((a*k, h), (a*k, kv), (a*k, kv), (s, kv), (s, kv))]
     last = torch.rand(b, s).argsort(-1)[:, :a].sort(-1).values
     first = last // 20 * 20 if kind == "packed" else torch.zeros_like(last)
@@ -91,9 +93,9 @@ def attend(b, h, kv, a, k, s, d, kind):
 
 torch.manual_seed(0)
 for kind in ("sorted", "packed", "random"):
-    attend(1, 4, 2, 10, 16, 100, 16, kind)
-    attend(2, 2, 1, 9, 7, 70, 24, kind)
-    attend(1, 2, 2, 40, 1, 40, 16, kind)
+    attend(1, 4, 2, 10, 16, 100, 16, kind, kind == "sorted")
+    attend(2, 2, 1, 9, 7, 70, 24, kind, kind != "sorted")
+    attend(1, 2, 2, 40, 1, 40, 16, kind, False)
 for v in (17, 9001, 33000):
     logits, labels, valid = 3 * torch.randn(7, v), torch.randint(v, (7,)), torch.arange(7) != 1
     labels[0], labels[2], labels[3] = logits[0].argmax(), 3, 9

@@ -131,6 +131,7 @@ def random_mask(kind: str, a: int, s: int, g: torch.Generator) -> attention.Anch
 
 @pytest.mark.gpu
 @needs_cuda
+@pytest.mark.parametrize("programs", [0, 1 << 30])
 @pytest.mark.parametrize("kind", ["sorted", "packed", "random"])
 @pytest.mark.parametrize(
     ("dtype", "bound", "size"),
@@ -141,9 +142,17 @@ def random_mask(kind: str, a: int, s: int, g: torch.Generator) -> attention.Anch
     ],
 )
 def test_the_kernel_is_dense_attention(
-    dtype: torch.dtype, bound: float, size: tuple[int, int, int, int], kind: str
+    dtype: torch.dtype,
+    bound: float,
+    size: tuple[int, int, int, int],
+    kind: str,
+    programs: int,
+    monkeypatch: pytest.MonkeyPatch,
 ) -> None:
     """Output and all gradients against float64, blocks that divide a tile and that don't; twice, the same bits."""
+    from trainer.kernels import anchor_attention
+
+    monkeypatch.setattr(anchor_attention, "PROGRAMS", programs)
     a, k, s, d = size
     mask = random_mask(kind, a, s, torch.Generator().manual_seed(a))
     exact = tensors(mask.first, k, s, d=d)

@@ -95,9 +95,9 @@ def test_positions_begin_anew_in_each_document(family: Callable[..., Any], ids: 
     target = Target(family(), (1,))
     seen: list[Tensor] = []
 
-    def run_layer(layer: Any, hidden: Tensor, rotary: tuple[Tensor, Tensor], *rest: Any) -> Tensor:
+    def run_layer(layer: Any, before: Tensor, added: Tensor, rotary: Any, *rest: Any) -> Any:
         seen.append(rotary[0][0, 0])
-        return layer_forward(layer, hidden, rotary, *rest)
+        return layer_forward(layer, before, added, rotary, *rest)
 
     target.run_layer = run_layer
     target.features(ids, LENGTHS, STARTS)
