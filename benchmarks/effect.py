@@ -1,14 +1,16 @@
-"""What a setting does to a drafter: loss and acceptance of the demo's with and without it, over several seeds.
+"""What a setting does to a drafter: loss and acceptance with and without it, over several seeds; of the demo's, or your own.
 
     python benchmarks/effect.py runtime.fp8_target=true --json fp8.json            # needs a GPU with 8-bit products
     python benchmarks/effect.py runtime.fp8_head=true --pad
     python benchmarks/effect.py train.loss=ce-dpace --seeds 0,1,2,3,4 --jobs 2
+    python benchmarks/effect.py --config my/train.toml --each runtime.fp8_target=true runtime.fp8_head=true
 
-Runs of the demo's profile on one device, a target and a drafter, `--jobs` at a time: each seed as the profile has it and with
-the settings named (SECTION.KEY=VALUE, as in TOML; words need no quotes). `--both` changes settings of both sides, `--pad` gives
-both a target whose vocabulary is a multiple of 16, as products of the head in 8 bits need it (zeros fill it up). The loss
-is the mean of the last five steps told, the acceptance length that of the run's own evaluation of the trained drafter. The
-figure to look at is the mean of the differences, each between two runs of one seed, beside how far the seeds differ.
+Runs of a configuration (the demo's profile, or that of `--config`, which names prompts to evaluate) on one device, a target and
+a drafter, `--jobs` at a time: each seed as the file has it and with the settings named (SECTION.KEY=VALUE, as in TOML; words
+need no quotes); with `--each` also with every one of them alone. `--both` changes settings of all sides, `--pad` gives all
+the demo's target with a vocabulary that is a multiple of 16, as products of the head in 8 bits need it (zeros fill it up). The
+loss is the mean of the last five steps told, the acceptance length that of the run's own evaluation of the trained drafter.
+The figure to look at is the mean of the differences, each between two runs of one seed, beside how far the seeds differ.
 """
 
 from __future__ import annotations
@@ -82,16 +84,38 @@ def padded(folder: Path) -> Path:
 
 
 def base(args: argparse.Namespace) -> Settings:
-    """The profile on one device, evaluated once, at the end."""
-    profile = tomllib.loads(PROFILE.read_text("utf-8"))
-    dtype = "bfloat16" if args.device.startswith("cuda") else "float32"
+    """The configuration on one device, evaluated once, at the end. Raises ConfigError."""
+    trainer_config.load(args.config)  # what is wrong with it is told now, not by the first run
+    settings = tomllib.loads(args.config.read_text("utf-8"))
+    settings["devices"] = {}  # the file's may be others
     fitted = [
-        ("target", "dtype", dtype), ("devices", "targets", [args.device]), ("devices", "drafters", [args.device]),
-        ("train", "steps", args.steps), ("train", "checkpoint_every", 0),
-        ("evaluate", "count", args.prompts), ("evaluate", "at_start", False),
-        ("runtime", "compile", "off"),  # so small a step isn't worth a minute of compiling
+        ("devices", "targets", [args.device]), ("devices", "drafters", [args.device]),
+        ("train", "checkpoint_every", 0), ("evaluate", "count", args.prompts), ("evaluate", "at_start", False),
     ]  # fmt: skip
-    return changed(profile, [*fitted, *args.both])
+    for section, key in (("target", "model"), ("data", "path"), ("evaluate", "prompts")):
+        if name := settings.get(section, {}).get(key):  # the runs' files lie in another folder
+            fitted.append((section, key, str(trainer_config.resolve(name, args.config.absolute().parent))))
+    if args.config == PROFILE:
+        dtype = "bfloat16" if args.device.startswith("cuda") else "float32"
+        # so small a step isn't worth a minute of compiling
+        fitted += [("target", "dtype", dtype), ("runtime", "compile", "off")]
+    if args.steps:
+        fitted.append(("train", "steps", args.steps))
+    settings = changed(settings, [*fitted, *args.both])
+    if not settings["evaluate"].get("prompts"):
+        raise trainer_config.ConfigError(
+            f"{args.config}: `evaluate.prompts` is empty: there is no acceptance to compare"
+        )
+    return settings
+
+
+def sides(one: Settings, changes: list[tuple[str, str, Any]], each: bool) -> dict[str, Settings]:
+    """What is run of one seed, by its name in the report: without the changes, with them, and with each alone."""
+    found = {"without": one, "with": changed(one, changes)}
+    alone = {
+        f"{section}.{key}": changed(one, [(section, key, value)]) for section, key, value in changes if each
+    }
+    return found | alone
 
 
 def figures(run_dir: Path) -> dict[str, float]:
@@ -116,12 +140,12 @@ def train(folder: Path, name: str, settings: Settings) -> dict[str, float]:
     return figures(run_dir)
 
 
-def told(runs: list[dict[str, Any]]) -> str:
-    """A line a figure: means of both sides, and of the differences."""
+def told(runs: list[dict[str, Any]], side: str = "with") -> str:
+    """A line a figure: means without and with, or of another side's, and of the differences."""
     lines = []
     for figure in ("loss", "acceptance"):
-        pairs = [(run["without"][figure], run["with"][figure]) for run in runs]
-        without, changed = (statistics.mean(side) for side in zip(*pairs, strict=True))
+        pairs = [(run["without"][figure], run[side][figure]) for run in runs]
+        without, changed = (statistics.mean(figures) for figures in zip(*pairs, strict=True))
         differences = [b - a for a, b in pairs]
         spread = max(a for a, _ in pairs) - min(a for a, _ in pairs)
         lines.append(
@@ -137,41 +161,55 @@ def main() -> None:
         description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter
     )
     parser.add_argument("changes", nargs="+", type=setting, metavar="SECTION.KEY=VALUE")
+    parser.add_argument(
+        "--config", type=Path, default=PROFILE, metavar="FILE", help="a train.toml (default: the demo's)"
+    )
+    parser.add_argument("--each", action="store_true", help="also every change alone")
     parser.add_argument("--both", action="append", default=[], type=setting, metavar="SECTION.KEY=VALUE")
     parser.add_argument(
         "--pad", action="store_true", help="a target with a vocabulary that is a multiple of 16"
     )
     parser.add_argument("--seeds", type=lambda text: [int(n) for n in text.split(",")], default=[0, 1, 2])
-    parser.add_argument("--steps", type=at_least(1), default=600, help="(default: 600)")
-    parser.add_argument("--prompts", type=at_least(1), default=102, help="evaluated (default: 102, all)")
+    parser.add_argument("--steps", type=at_least(1), default=0, help="(default: as the file has it)")
+    parser.add_argument(
+        "--prompts", type=at_least(1), default=102, help="evaluated (default: 102, all of the demo's)"
+    )
     parser.add_argument("--jobs", type=at_least(1), default=6 if cuda else 1, help="runs at a time")
     parser.add_argument("--device", default="cuda:0" if cuda else "cpu")
     parser.add_argument("--json", type=Path, metavar="FILE", help="write everything there, as it comes")
+    parser.add_argument("--keep", type=Path, metavar="DIR", help="leave the runs' folders there")
     args = parser.parse_args()
+    if args.pad and args.config != PROFILE:
+        parser.error("--pad makes a target of the demo's; --config names one of its own")
+    try:
+        settings = base(args)
+    except trainer_config.ConfigError as error:
+        parser.error(str(error))
     report: dict[str, Any] = {
         "changes": {f"{section}.{key}": value for section, key, value in args.changes},
         "device": torch.cuda.get_device_name(args.device) if args.device.startswith("cuda") else "cpu",
-        "torch": torch.__version__, "steps": args.steps, "prompts": args.prompts, "runs": [],
+        "torch": torch.__version__, "steps": settings["train"].get("steps", 0), "prompts": args.prompts, "runs": [],
     }  # fmt: skip
-    with tempfile.TemporaryDirectory() as folder, contextlib.ExitStack() as stack:
-        settings = base(args)
+    with contextlib.ExitStack() as stack:
+        folder = args.keep or Path(stack.enter_context(tempfile.TemporaryDirectory()))
+        folder.mkdir(parents=True, exist_ok=True)
         if args.pad:
-            settings["target"]["model"] = str(padded(Path(folder) / "target"))
+            settings["target"]["model"] = str(padded(folder / "target"))
         pool = ThreadPoolExecutor(args.jobs)
         stack.callback(pool.shutdown, cancel_futures=True)
         coming = []
         for seed in args.seeds:
-            one = changed(settings, [("train", "seed", seed)])
-            sides = {"without": one, "with": changed(one, args.changes)}
-            coming.append(
-                (seed, {n: pool.submit(train, Path(folder), f"{seed}-{n}", s) for n, s in sides.items()})
+            todo = sides(changed(settings, [("train", "seed", seed)]), args.changes, args.each)
+            coming.append((seed, {n: pool.submit(train, folder, f"{seed}-{n}", s) for n, s in todo.items()}))
+        for seed, futures in coming:
+            report["runs"].append(
+                {"seed": seed, **{name: future.result() for name, future in futures.items()}}
             )
-        for seed, sides in coming:
-            report["runs"].append({"seed": seed, **{name: future.result() for name, future in sides.items()}})
             print(json.dumps(report["runs"][-1]), flush=True)
             if args.json is not None:
                 args.json.write_text(json.dumps(report, indent=1) + "\n", "utf-8")
-    print(told(report["runs"]))
+    for side in list(report["runs"][0])[2:]:  # behind "seed" and "without"
+        print(told(report["runs"]) if side == "with" else f"{side} alone\n{told(report['runs'], side)}")
 
 
 if __name__ == "__main__":

@@ -138,6 +138,7 @@ class EvaluateConfig:
     max_new_tokens: int = 128  # per prompt
     temperature: float = 0.0  # 0: greedy
     at_start: bool = True  # also measure the untrained drafter, for the figure beside it
+    plain: bool = True  # decode without the drafter too: the speed to compare with, and the identity check
 
 
 @dataclass(frozen=True)

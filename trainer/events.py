@@ -295,7 +295,7 @@ class Events:
         """Of one measurement.
 
         Args:
-            identical: prompts whose greedy output equals plain decoding's; None where sampled.
+            identical: prompts whose greedy output equals plain decoding's; None where sampled, or not measured.
             ties: of the others, those that part where plain decoding's two best are equal within rounding.
         """
         same = ""
@@ -303,7 +303,9 @@ class Events:
             same = f"; greedy output identical to plain decoding {identical}/{prompts}"
             if ties:
                 same += f", {ties} part at a tie"
-        speed = f"{tokens_per_s:.0f} tokens/s, plain {plain_tokens_per_s:.0f}"
+        speed = f"{tokens_per_s:.0f} tokens/s"
+        if plain_tokens_per_s:
+            speed += f", plain {plain_tokens_per_s:.0f}"
         self.emit(
             "evaluation",
             f"Acceptance length {acceptance_length:.2f} "

@@ -263,6 +263,7 @@ class Run:
             max_new_tokens=settings.max_new_tokens,
             temperature=settings.temperature,
             seed=training.plan.config.train.seed,
+            plain=settings.plain,
         )
         self._crew.events.evaluation(
             what=what,

@@ -10,7 +10,7 @@ from typing import Any
 import effect
 import pytest
 
-from trainer.config import load, tomllib
+from trainer.config import ConfigError, load, tomllib
 
 
 @pytest.mark.parametrize(
@@ -32,7 +32,9 @@ def test_what_is_no_setting_is_refused(typed: str) -> None:
 
 
 def test_both_sides_are_configurations_that_differ_in_the_setting_alone(tmp_path: Path) -> None:
-    args = argparse.Namespace(device="cpu", steps=3, prompts=2, both=[("train", "seed", 5)])
+    args = argparse.Namespace(
+        config=effect.PROFILE, device="cpu", steps=3, prompts=2, both=[("train", "seed", 5)]
+    )
     base = effect.base(args)
     with_it = effect.changed(base, [("train", "loss", "ce-dpace"), ("runtime", "memory", "warn")])
     assert "memory" not in base["runtime"]
@@ -44,6 +46,51 @@ def test_both_sides_are_configurations_that_differ_in_the_setting_alone(tmp_path
         made.append(load(path))
     assert [c.train.loss for c in made] == ["ce-decay", "ce-dpace"]
     assert [(c.train.steps, c.train.seed, c.evaluate.count) for c in made] == [(3, 5, 2)] * 2
+
+
+def test_a_configuration_of_ones_own_is_run_as_it_is_on_one_device(tmp_path: Path) -> None:
+    path = tmp_path / "train.toml"
+    path.write_text(
+        """devices = "auto"
+[target]
+model = "model/my.gguf"
+[data]
+path = "/data/prepared"
+[train]
+steps = 7
+[evaluate]
+prompts = "bundled:tiny/heldout.jsonl"
+"""
+    )
+    args = argparse.Namespace(config=path, device="cuda:1", steps=0, prompts=64, both=[])
+    (tmp_path / "made.toml").write_text(effect.toml(effect.base(args)))
+    made = load(tmp_path / "made.toml")
+    assert (made.target.model, made.target.dtype) == (str(tmp_path / "model/my.gguf"), "auto")
+    assert made.data.path == "/data/prepared"
+    assert made.evaluate.prompts == str(effect.PROFILE.parent / "heldout.jsonl")
+    assert (made.train.steps, made.runtime.compile, made.evaluate.count) == (7, "auto", 64)
+    assert (made.devices.topology, *made.devices.targets, *made.devices.drafters) == (
+        "split",
+        "cuda:1",
+        "cuda:1",
+    )
+    assert (made.train.checkpoint_every, made.evaluate.at_start) == (0, False)
+    path.write_text("[train]\nsteps = 7\n")
+    with pytest.raises(ConfigError, match=r"`evaluate\.prompts` is empty"):
+        effect.base(args)
+
+
+def test_sides_are_without_with_all_and_with_each_alone() -> None:
+    changes = [("train", "gamma", 2.0), ("runtime", "memory", "warn")]
+    one = {"train": {"seed": 1}}
+    both = {"train": {"seed": 1, "gamma": 2.0}, "runtime": {"memory": "warn"}}
+    assert effect.sides(one, changes, each=False) == {"without": one, "with": both}
+    assert effect.sides(one, changes, each=True) == {
+        "without": one,
+        "with": both,
+        "train.gamma": {"train": {"seed": 1, "gamma": 2.0}},
+        "runtime.memory": {"train": {"seed": 1}, "runtime": {"memory": "warn"}},
+    }
 
 
 def test_figures_are_the_last_steps_and_the_last_evaluation(tmp_path: Path) -> None:
@@ -61,3 +108,5 @@ def test_what_is_told_is_the_mean_of_the_pairs() -> None:
     assert effect.told(runs).splitlines()[0] == (
         "loss       without 1.500, with 1.875, difference +0.375 (+0.250 to +0.500 in 2 seeds; seeds lie 1.000 apart)"
     )
+    alone = [{"without": run["without"], "train.gamma": {"loss": 3.0, "acceptance": 4.0}} for run in runs]
+    assert "with 4.000, difference -1.000" in effect.told(alone, "train.gamma").splitlines()[1]

@@ -233,5 +233,9 @@ def test_evaluation_stands_around_the_training(tmp_path: Path, capsys: pytest.Ca
     assert all((e["identical"], e["prompts"]) == (1, 1) for e in events(run, "evaluation"))
     assert (tmp_path / "cache/prepared").is_dir(), "prepared once for all runs of the workspace"
     assert "Labels: " in capsys.readouterr().out
+    sections["evaluate"]["plain"] = False
+    config = write_config(tmp_path / "c.toml", tiny, Path("d.jsonl"), **sections)
     assert train.run(arguments(config, tmp_path / "runs/b", str(run))) == 0
-    assert [e["what"] for e in events(tmp_path / "runs/b", "evaluation")] == ["trained"]
+    (trained,) = events(tmp_path / "runs/b", "evaluation")
+    assert (trained["what"], trained["identical"], trained["plain_tokens_per_s"]) == ("trained", None, 0)
+    assert "plain" not in capsys.readouterr().out.partition("Acceptance length")[2]
