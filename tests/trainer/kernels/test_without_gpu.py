@@ -68,12 +68,51 @@ def test_cross_entropy_compiles(capability: int) -> None:
         compiled(kernel._row, constants | {"MOST": 448}, types, capability, num_warps=kernel.WARPS)
 
 
+@pytest.mark.parametrize("capability", [80, 90])
+@pytest.mark.parametrize("width", [64, 80, 128])
+@pytest.mark.parametrize("norm", [False, True])
+def test_rotation_compiles(capability: int, width: int, norm: bool) -> None:
+    from trainer.kernels import decoder as kernels
+
+    types = {"X": "*bf16", "OUT": "*bf16", "COS": "*bf16", "SIN": "*bf16", "eps": "fp32"}
+    types |= {"QUERY": "*bf16", "KEY": "*bf16"} if norm else {}
+    constants = {"HALF": width // 2, "WIDTH": 64, "NORM": norm}
+    constants |= {"TOKENS": kernels.TOKENS, "TOGETHER": kernels.TOGETHER}
+    absent: dict[str, Any] = {} if norm else {"QUERY": None, "KEY": None}
+    compiled(kernels._rotate, constants | absent, types, capability, num_warps=kernels.WARPS)
+
+
+@pytest.mark.parametrize("block", [512, 16384, 32768])
+def test_swiglu_compiles(block: int) -> None:
+    from trainer.kernels import decoder as kernels
+
+    types = {"BOTH": "*bf16", "OUT": "*fp8e4nv", "SCALE": "*fp32"}
+    compiled(kernels._swiglu, {"MOST": 448.0, "BLOCK": block}, types, 90, num_warps=32)
+
+
 INTERPRETED = """
 import torch
 import torch.nn.functional as F
-from trainer.kernels import anchor_attention, cross_entropy
+from trainer.kernels import anchor_attention, cross_entropy, decoder
 from trainer.kernels.cross_entropy import cross_entropy_
 from trainer.modeling import attention, losses
+from trainer.modeling.decoder import rotate
+from trainer.modeling.drafter import RMSNorm
+
+def turn(b, s, h, kv, d, each, norm):
+    "Whether one rotation serves all rows or each has its own."
+    projected = torch.randn(b, s, (h + 2 * kv) * d)
+    angles = torch.rand(b if each else 1, 1, s, d // 2).repeat(1, 1, 1, 2)
+    norms = RMSNorm(d, 1e-3), RMSNorm(d, 1e-3)
+    for part in norms:
+        torch.nn.init.normal_(part.weight)
+    gains = tuple(part.weight.detach() for part in norms) if norm else None
+    got = decoder.rotate(projected, h, kv, angles.cos(), angles.sin(), gains, 1e-3)
+    query, keys, _ = projected.unflatten(-1, (-1, d)).split((h, kv, kv), 2)
+    if norm:
+        query, keys = norms[0](query), norms[1](keys)
+    wanted = rotate(torch.cat((query, keys), 2).transpose(1, 2), (angles.cos(), angles.sin())).transpose(1, 2)
+    torch.testing.assert_close(got, wanted, atol=1e-5, rtol=1e-5)
 
 def attend(b, h, kv, a, k, s, d, kind, together):
     anchor_attention.heads_together = lambda device, programs, heads: heads if together else 1
@@ -92,6 +131,17 @@ def attend(b, h, kv, a, k, s, d, kind, together):
         assert (x - y).norm() < 1e-4 * y.norm(), (kind, b, h, kv, a, k, s, d)
 
 torch.manual_seed(0)
+for sizes in ((1, 9, 4, 2, 16), (2, 5, 3, 1, 24), (3, 3, 8, 8, 6)):
+    for each in (False, True):
+        for norm in (False, True):
+            turn(*sizes, each, norm)
+for width in (16, 100):
+    both, out, scale = 3 * torch.randn(5, 2 * width), torch.empty(5, width), torch.empty(5, 1)
+    both[3] = 0
+    decoder._swiglu[(5,)](both, out, scale, width, MOST=448.0, BLOCK=128)  # not rounded
+    gate, up = both.chunk(2, -1)
+    torch.testing.assert_close(out * scale, F.silu(gate) * up)
+    torch.testing.assert_close(out.abs().amax(-1), torch.tensor([448.0] * 3 + [0.0, 448.0]))
 for kind in ("sorted", "packed", "random"):
     attend(1, 4, 2, 10, 16, 100, 16, kind, kind == "sorted")
     attend(2, 2, 1, 9, 7, 70, 24, kind, kind != "sorted")
