@@ -211,6 +211,8 @@ def on_gpu(count: int, peers: str) -> list[Part]:
         both = "--targets cuda:0,cuda:1 --drafters cuda:0,cuda:1"
         placements["split-on-2"] = "--targets cuda:0 --drafters cuda:1"
         placements["colocated-on-2"] = f"{both} --topology colocated"
+        exchange = f"benchmarks/exchange.py --shape 8B --devices cuda:0,cuda:1 {JSON}"
+        parts.append(Part(task("exchange", exchange, 300), show=900))
     for name, words in placements.items():
         parts.append(Part(task(name, f"{start} warm --steps 30 {words} {JSON}", 200), (fill,), show=500))
     return parts
@@ -223,6 +225,7 @@ def on_cpu() -> list[Part]:
     host = "benchmarks/host_cost.py --shapes 0.6B --threads 1 --seconds 0.1"
     effect = "benchmarks/effect.py train.loss=ce-dpace --seeds 0 --steps 2 --prompts 1"
     start = "benchmarks/cold_start.py --folder {scratch}/start --eager --steps 3"
+    exchange = f"benchmarks/exchange.py --steps 2 --rounds 1 {JSON}"
     return [
         Part(task("step", f"benchmarks/train_step.py {small} {JSON}", 120)),
         Part(task("sizes", f"benchmarks/sizes.py --jobs 2 {JSON}", 240)),
@@ -230,6 +233,7 @@ def on_cpu() -> list[Part]:
         Part(task("mixes", f"{mixes} {JSON}", 240)),
         Part(task("effect", f"{effect} {JSON}", 240), beside=True),
         Part(task("start", f"{start} {JSON}", 240)),
+        Part(task("exchange", exchange, 120)),
         Part(task("plan", f"-m trainer plan --config {{scratch}}/start/train.toml {JSON}", 120)),
     ]
 

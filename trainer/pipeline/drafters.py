@@ -158,28 +158,30 @@ class Learner(Worker):
             self._recorder = graphs.Recorder(self.device)
             self._backwards: dict[int, tuple[DrafterBatch, list[graphs.Graph[Learned | None]]]] = {}
 
-    def _warm_up(self, length: int) -> None:
-        """Forward and backward in the shape of one bucket, with made-up data: compiles, captures, proves the memory."""
+    def _made_up(self, length: int) -> DrafterBatch:
+        """A batch of one bucket's shape, of random numbers: a GPU is faster on what is all alike than it will be."""
         plan, device = self._plan, self.device.torch
         rows, count, size = plan.config.train.batch_size, plan.anchors(length), plan.shape.block_size
         width = len(plan.shape.target_layer_ids) * plan.shape.hidden_size
-        # not all alike: a GPU is faster on zeros than it will be, and its time is what `plan` goes by
         generator = torch.Generator(device).manual_seed(0)
         ids = functools.partial(torch.randint, plan.shape.vocab_size, generator=generator, device=device)
         tokens, labels = ids((rows, count)), ids((rows, count, size - 1))
-        valid = torch.ones_like(tokens, dtype=torch.bool)
         features = (rows, length, width)
-        batch = DrafterBatch(
+        return DrafterBatch(
             features=torch.randn(features, dtype=plan.dtype(device), device=device, generator=generator),
             tokens=tokens,
             # all over the row: what a block sees decides what it costs
             anchors=(torch.arange(count, device=device) * (length - 1) // count).repeat(rows, 1),
-            valid=valid,
+            valid=torch.ones_like(tokens, dtype=torch.bool),
             lengths=torch.full((rows,), length, dtype=torch.int64, device=device),
             starts=torch.zeros(rows, length, dtype=torch.int64, device=device),
             labels=labels,
             labels_valid=torch.ones_like(labels, dtype=torch.bool),
         )
+
+    def _warm_up(self, length: int) -> None:
+        """Forward and backward in the shape of one bucket: compiles, captures, proves the memory."""
+        batch = self._made_up(length)
         parts = self.backward.parts(batch)
         for part in parts:
             part()
