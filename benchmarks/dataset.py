@@ -99,9 +99,8 @@ def chat_like(samples: int) -> np.ndarray:
     return np.clip(drawn, 16, 3072).astype(np.int64)
 
 
-def write(folder: Path, samples: int) -> None:
+def write(folder: Path, lengths: np.ndarray) -> None:
     """A dataset of random ids whose last 60 % of each row is one response."""
-    lengths = chat_like(samples)
     ids = np.random.default_rng(1).integers(0, 151_000, 1 << 20).astype(np.int32)
     with DatasetWriter(folder) as writer:
         for line, length in enumerate(lengths, 1):
@@ -283,7 +282,7 @@ def main() -> None:
     with tempfile.TemporaryDirectory(dir=args.temp) as temp:
         folder = Path(temp) / "dataset"
         began = time.perf_counter()
-        write(folder, args.samples)
+        write(folder, chat_like(args.samples))
         written = time.perf_counter() - began
         rows = folder / ROWS
         warm = measure(folder)

@@ -1,0 +1,92 @@
+"""benchmarks/pipeline.py: what its devices wait is what was measured, and nobody gets ahead of them."""
+
+from __future__ import annotations
+
+import json
+import sys
+import time
+from pathlib import Path
+
+import pipeline
+import pytest
+import torch
+
+from trainer.data.dataset import Dataset
+
+
+@pytest.fixture(scope="module")
+def data(tmp_path_factory: pytest.TempPathFactory) -> Dataset:
+    folder = tmp_path_factory.mktemp("mixes") / "chat"
+    pipeline.mixes.write(folder, pipeline.mixes.chat_like(500))
+    return Dataset.open(folder)
+
+
+@pytest.mark.parametrize(
+    ("shape", "tokens", "blocks", "ms"),
+    [
+        ("8B", 3072, 512, 192.9),
+        ("8B", 1024, 512, 138.5),
+        ("8B", 16384, 512, 653.4),
+        ("8B", 3072, 128, 110.2),
+        ("8B", 3072, 1024, 303.4),
+        ("0.6B", 3072, 512, 208.8 / 8),
+    ],
+)
+def test_a_step_takes_what_it_took_an_h200(shape: str, tokens: int, blocks: int, ms: float) -> None:
+    assert sum(pipeline.batch_ms(shape, tokens, blocks)) == pytest.approx(ms, rel=0.06)
+
+
+def test_a_device_works_in_order_and_waits_for_marks() -> None:
+    one, other = pipeline.Waiting(), pipeline.Waiting()
+    began = time.monotonic()
+    one.work(100)
+    first = one.mark()
+    one.work(50)
+    assert first.at >= began + 100
+    assert one.mark().at == pytest.approx(first.at + 50)
+    other.fetch(torch.zeros(1), first)
+    other.work(30)
+    assert other.mark().at == pytest.approx(first.at + 30)
+    point = pipeline.Point(time.monotonic() + 0.02)
+    point.wait()
+    assert time.monotonic() >= point.at
+
+
+@pytest.mark.parametrize(("targets", "drafters"), [(3, 1), (2, 3)])
+def test_even_sides_have_as_much_to_do(data: Dataset, targets: int, drafters: int) -> None:
+    case = pipeline.Case("chat", "off", True, targets, drafters)
+    plan = pipeline.plan_of(case, data)
+    target, drafter, costs = pipeline.times(case, plan, 40, 4.0)
+    assert costs.target_ms * drafters / targets == pytest.approx(costs.drafter_ms)
+    met = [plan.batches.batch(k, drafters).length for k in range(drafters, 40 * drafters)]
+    assert 1000 * sum(target[n] for n in met) / len(met) == pytest.approx(costs.target_ms)
+    assert 1000 * sum(drafter[n] for n in met) / len(met) == pytest.approx(costs.drafter_ms)
+
+
+def test_a_run_is_not_faster_than_its_devices(data: Dataset) -> None:
+    case = pipeline.Case("chat", "off", False, 1, 2)
+    plan = pipeline.lasting(pipeline.plan_of(case, data), 12, channel_depth=3)
+    found = pipeline.trained(case, plan, 20.0)
+    assert 0 < found["rate"] <= 1 + 1e-6
+    assert found["drafter_idle"] >= -1e-6
+
+
+def test_every_case_is_told(
+    monkeypatch: pytest.MonkeyPatch, tmp_path: Path, capsys: pytest.CaptureFixture[str]
+) -> None:
+    monkeypatch.setattr(pipeline, "CASES", pipeline.CASES[:1])
+    monkeypatch.setattr(pipeline, "DEPTHS", (1, 2))
+    monkeypatch.setattr(pipeline, "READERS", ((2, 0.005),))
+    monkeypatch.setattr(pipeline, "LENGTHS", {"chat": lambda: pipeline.mixes.chat_like(200)})
+    file = tmp_path / "pipeline.json"
+    monkeypatch.setattr(sys, "argv", ["pipeline.py", "--seconds", "1", "--scale", "50", "--json", str(file)])
+    pipeline.main()
+    cells = json.loads(file.read_text())["cells"]
+    assert [(cell["part"], cell["depth"]) for cell in cells] == [
+        ("channel", 1), ("channel", 2), ("prefetch", 1), ("prefetch", 2), ("prefetch", 4)
+    ]  # fmt: skip
+    out = capsys.readouterr().out
+    for cell in cells:
+        assert cell["what"] in out
+        assert len(cell["rounds"]) == 1
+        assert 0 < cell["rounds"][0]["rate"] <= 1 + 1e-3
