@@ -1,7 +1,7 @@
 """How deep the channel and the reading ahead must be, without a GPU: the run's own workers, on devices that only wait.
 
     python benchmarks/pipeline.py --json pipeline.json
-    python benchmarks/pipeline.py --seconds 600 --rounds 3
+    python benchmarks/pipeline.py --seconds 420      # longer runs; --rounds 3 for medians on a busy machine
 
 Targets, drafters, channel, exchange, reading and the plan of batches are the trainer's; only a device is another one:
 work that is issued to it takes as long as such a batch takes an H200 (by its useful operations, at the rates and with
@@ -9,7 +9,8 @@ the update of docs/benchmarks.md's "Training step"), one after another as in a s
 of up to 3,072 tokens and 512 blocks of 16 with an 8B target is there, `--scale` times faster, with what a run does
 around it: two batches queued on each target, two steps on each drafter. Exchanging gradients takes no time here.
 
-`channel`: devices.channel_depth 1, 2, 4, 8. The rate as a share of what balance.py promises for the same batches, and
+`channel`: devices.channel_depth 1, 2, 4, 8. The rate as a share of what balance.py promises for the same batches, what it
+would be in a channel with room for all of them (targets take batches in turn, so of few one has more than its share), and
 shares of time. `wait` is as a run's log has it, of the threads: targets for room, drafters for a batch; but threads run up
 to two steps ahead of their devices. `idle` is the devices'. In `even` lines targets' times are multiplied so that both
 sides have as much to do: there a depth matters most.
@@ -69,7 +70,7 @@ LENGTHS = {
     "gsm8k": functools.partial(mixes.gsm8k_like, 7473),
 }
 COLUMNS = {
-    "channel": ("rate", "target_wait", "drafter_wait", "target_idle", "drafter_idle"),
+    "channel": ("rate", "unbounded", "target_wait", "drafter_wait", "target_idle", "drafter_idle"),
     "prefetch": ("rate", "data_wait"),
 }
 
@@ -230,12 +231,16 @@ def times(
         for n in plan.batches.lengths
     }
     first = plan.drafters
-    met = [plan.batches.batch(k, plan.drafters).length for k in range(first, max(steps, 2) * plan.drafters)]
+    met = lengths_of(plan, max(steps, 2))[first:]
     target, drafter = (statistics.mean(each[n][side] for n in met) for side in (0, 1))
     slower = drafter / target * case.targets / case.drafters if case.even else 1.0
     costs = Costs(1, plan.batches.samples_a_batch, target * slower / scale, drafter / scale)
     seconds = [{n: ms[side] / scale / 1000 for n, ms in each.items()} for side in (0, 1)]
     return {n: s * slower for n, s in seconds[0].items()}, seconds[1], costs
+
+
+def lengths_of(plan: Plan, steps: int) -> list[int]:
+    return [plan.batches.batch(k, plan.drafters).length for k in range(steps * plan.drafters)]
 
 
 def trained(case: Case, plan: Plan, scale: float) -> dict[str, float]:
@@ -258,6 +263,8 @@ def trained(case: Case, plan: Plan, scale: float) -> dict[str, float]:
     ms = seconds * 1000 / (plan.steps - 1)
     return {
         "rate": promised_ms(case, costs) / ms,
+        "unbounded": promised_ms(case, costs)
+        / unbounded_ms(case, lengths_of(plan, plan.steps), training.target_s, training.drafter_s),
         "target_wait": waited.room / seconds / case.targets,
         "drafter_wait": waited.batch / seconds / case.drafters,
         "data_wait": waited.data / seconds / case.targets,
@@ -265,6 +272,23 @@ def trained(case: Case, plan: Plan, scale: float) -> dict[str, float]:
         "drafter_idle": 1 - costs.drafter_ms / ms,
         "step_ms": ms,
     }
+
+
+def unbounded_ms(
+    case: Case, lengths: list[int], target_s: dict[int, float], drafter_s: dict[int, float]
+) -> float:
+    """A step behind the first one, by following the batches through a channel with room for all.
+
+    Targets take batches in turn, long or short: of few batches one target may have had much more than its share.
+    """
+    made, ended, first = [0.0] * case.targets, 0.0, 0.0
+    for begin in range(0, len(lengths), case.drafters):
+        for k in range(begin, begin + case.drafters):
+            made[k % case.targets] += target_s[lengths[k]]
+            ended = max(ended, made[k % case.targets])
+        ended += max(drafter_s[n] for n in lengths[begin : begin + case.drafters])
+        first = first or ended
+    return 1000 * (ended - first) / (len(lengths) // case.drafters - 1)
 
 
 def promised_ms(case: Case, costs: Costs) -> float:

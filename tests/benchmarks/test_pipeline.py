@@ -63,6 +63,19 @@ def test_even_sides_have_as_much_to_do(data: Dataset, targets: int, drafters: in
     assert 1000 * sum(drafter[n] for n in met) / len(met) == pytest.approx(costs.drafter_ms)
 
 
+def test_batches_are_followed_through_a_channel_with_room_for_all() -> None:
+    case = pipeline.Case("chat", "off", False, 2, 1)
+    # made after 1, 3, 2 and 6 s, learned at 1.5, 3.5, 4 and 6.5
+    assert pipeline.unbounded_ms(case, [1, 2, 1, 2], {1: 1.0, 2: 3.0}, {1: 0.5, 2: 0.5}) == pytest.approx(
+        5000 / 3
+    )
+    case = pipeline.Case("chat", "off", False, 1, 2)
+    # made after 1 and 4, 5 and 8; learned at 5 and 9 s
+    assert pipeline.unbounded_ms(case, [1, 2, 1, 2], {1: 1.0, 2: 3.0}, {1: 0.5, 2: 1.0}) == pytest.approx(
+        4000
+    )
+
+
 def test_a_run_is_not_faster_than_its_devices(data: Dataset) -> None:
     case = pipeline.Case("chat", "off", False, 1, 2)
     plan = pipeline.lasting(pipeline.plan_of(case, data), 12, channel_depth=3)
