@@ -21,14 +21,15 @@ from typing import Any
 import torch
 from torch import Tensor
 
-from trainer.config import resolve
+from trainer.config import ConfigError, resolve
 from trainer.data.dataset import Dataset
 from trainer.data.errors import DataError
 from trainer.modeling import ModelError, fp8
 from trainer.modeling.layout import target_layer_ids
 from trainer.modeling.losses import HeadFP8, block_loss
 from trainer.modeling.target import Target, load_config, require_plain
-from trainer.options import at_least
+from trainer.options import add_device_options, at_least
+from trainer.runtime import devices
 
 
 def relative(narrow: Tensor, exact: Tensor) -> dict[str, float]:
@@ -97,8 +98,7 @@ def arguments() -> argparse.Namespace:
         "--max-length", type=at_least(2), default=1024, help="tokens of a row (default: 1024)"
     )
     parser.add_argument("--features", type=at_least(1), default=5, help="layers read (default: 5)")
-    parser.add_argument("--device", default="cuda:0" if torch.cuda.is_available() else "cpu")
-    parser.add_argument("--dtype", default="auto")
+    add_device_options(parser)
     parser.add_argument("--json", type=Path, metavar="FILE")
     return parser.parse_args()
 
@@ -107,17 +107,19 @@ def main() -> None:
     args = arguments()
     try:
         report = measure(args)
-    except (ModelError, DataError) as error:
+    except (ConfigError, DataError) as error:  # ModelError is one
         sys.exit(f"error: {error}")
     if args.json is not None:
         args.json.write_text(json.dumps(report, indent=1) + "\n", "utf-8")
 
 
 def measure(args: argparse.Namespace) -> dict[str, Any]:
-    """Everything, told as it comes. Raises ModelError, DataError."""
+    """Everything, told as it comes. Raises ConfigError, ModelError, DataError."""
     path = resolve(args.target)
     layers = load_config(path).get_text_config().num_hidden_layers
-    target = Target.load(path, args.device, args.dtype, target_layer_ids(layers, args.features))
+    target = Target.load(
+        path, devices.check(args.device), args.dtype, target_layer_ids(layers, args.features)
+    )
     ids = texts(Dataset.open(args.data), args.rows, args.max_length)
     print(f"{args.target}: {sum(text.numel() for text in ids):,} tokens in {target.dtype} on {args.device}")
     by_layer = of_features(target, ids)

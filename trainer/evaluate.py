@@ -17,8 +17,6 @@ from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
 
-import torch
-
 from trainer.config import resolve
 from trainer.data.prompts import read_prompts
 from trainer.data.tokenizer import load_tokenizer, read_template
@@ -27,7 +25,7 @@ from trainer.modeling import ModelError
 from trainer.modeling.decoding import Generation, Sampler, decode, speculate
 from trainer.modeling.drafter import Drafter
 from trainer.modeling.target import Target
-from trainer.options import add_template_options, at_least
+from trainer.options import add_device_options, add_template_options, at_least
 from trainer.runtime import devices
 
 SCHEMA = 1
@@ -207,18 +205,7 @@ def add_arguments(parser: argparse.ArgumentParser) -> None:
         "--temperature", type=at_least(0.0), default=0.0, metavar="T", help="0: greedy (default)"
     )
     parser.add_argument("--seed", type=int, default=0, metavar="N", help="of the samples at T > 0")
-    parser.add_argument(
-        "--device",
-        metavar="NAME",
-        default="cuda" if torch.cuda.is_available() else "cpu",
-        help="cpu or cuda:N (default here: %(default)s)",
-    )
-    parser.add_argument(
-        "--dtype",
-        default="auto",
-        choices=("auto", "float32", "bfloat16", "float16"),
-        help="default: auto, bfloat16 on CUDA, float32 elsewhere",
-    )
+    add_device_options(parser)
     parser.add_argument(
         "--plain",
         action=argparse.BooleanOptionalAction,

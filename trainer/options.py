@@ -52,6 +52,24 @@ def add_template_options(parser: argparse.ArgumentParser, which: str) -> None:
     )
 
 
+def add_device_options(parser: argparse.ArgumentParser) -> None:
+    """`--device NAME`, a GPU where there is one, and `--dtype NAME`: where and in what a model is loaded."""
+    import torch  # commands that load none don't wait for it
+
+    parser.add_argument(
+        "--device",
+        metavar="NAME",
+        default="cuda" if torch.cuda.is_available() else "cpu",
+        help="cpu or cuda:N (default here: %(default)s)",
+    )
+    parser.add_argument(
+        "--dtype",
+        default="auto",
+        choices=("auto", "float32", "bfloat16", "float16"),
+        help="default: auto, bfloat16 on CUDA, float32 elsewhere",
+    )
+
+
 def _pair(text: str) -> tuple[str, Any]:
     """A value that is JSON (false, 3) is taken as such, any other as text. The key becomes a variable of the template."""
     key, equals, value = text.partition("=")

@@ -27,10 +27,8 @@ from trainer.data.prompts import read_prompts
 from trainer.data.tokenizer import load_tokenizer, read_template
 from trainer.modeling import ModelError
 from trainer.modeling.target import Target
-from trainer.options import add_template_options, at_least
+from trainer.options import add_device_options, add_template_options, at_least
 from trainer.runtime import devices
-
-CUDA = torch.cuda.is_available()
 
 
 def batches(prompts: list[list[int]], size: int) -> list[list[int]]:
@@ -139,22 +137,11 @@ def _arguments() -> argparse.Namespace:
     parser.add_argument(
         "--batch",
         type=at_least(1),
-        default=512 if CUDA else 8,
+        default=512 if torch.cuda.is_available() else 8,
         metavar="N",
         help="answers at a time (default here: %(default)s)",
     )
-    parser.add_argument(
-        "--device",
-        default="cuda" if CUDA else "cpu",
-        metavar="NAME",
-        help="cpu or cuda:N (default here: %(default)s)",
-    )
-    parser.add_argument(
-        "--dtype",
-        default="auto",
-        choices=("auto", "float32", "bfloat16", "float16"),
-        help="default: auto, bfloat16 on CUDA, float32 elsewhere",
-    )
+    add_device_options(parser)
     add_template_options(parser, "as the target is served")
     return parser.parse_args()
 
