@@ -23,26 +23,25 @@ from collections.abc import Iterator
 from pathlib import Path
 from typing import Any
 
-from trainer.runtime import cache
+import dataset as mixes  # before PyTorch: it names the cache
+import numpy as np
+import torch
 
-cache.use()  # before PyTorch is imported
-import torch  # noqa: E402
-from cold_start import write_config, write_rows  # noqa: E402
-
-from trainer.config import load  # noqa: E402
-from trainer.events import Events  # noqa: E402
-from trainer.inputs import Inputs  # noqa: E402
-from trainer.options import at_least  # noqa: E402
-from trainer.pipeline import drafters  # noqa: E402
-from trainer.pipeline.balance import Placement  # noqa: E402
-from trainer.pipeline.channel import Stopped  # noqa: E402
-from trainer.pipeline.crew import Crew  # noqa: E402
-from trainer.pipeline.drafters import Learner, Start  # noqa: E402
-from trainer.pipeline.exchange import Exchange  # noqa: E402
-from trainer.pipeline.plan import Course, Plan  # noqa: E402
-from trainer.pipeline.targets import Delivery  # noqa: E402
-from trainer.runtime import compile, nvml  # noqa: E402
-from trainer.workload import SHAPES, target_config  # noqa: E402
+from trainer.config import Config, DataConfig, RuntimeConfig, TrainConfig
+from trainer.data.arrangement import arrange
+from trainer.data.dataset import Dataset
+from trainer.events import Events
+from trainer.options import at_least
+from trainer.pipeline import drafters
+from trainer.pipeline.balance import Placement
+from trainer.pipeline.channel import Stopped
+from trainer.pipeline.crew import Crew
+from trainer.pipeline.drafters import Learner, Start
+from trainer.pipeline.exchange import Exchange
+from trainer.pipeline.plan import Course, Plan
+from trainer.pipeline.targets import Delivery
+from trainer.runtime import compile, nvml
+from trainer.workload import SHAPES, Workload, drafter_config
 
 WARM = 5
 """Steps before time is taken."""
@@ -88,6 +87,21 @@ def parted(two: bool, layers: int) -> Iterator[None]:
         yield
     finally:
         drafters.FIRST_LAYERS = before
+
+
+def plan_of(args: argparse.Namespace, folder: Path, captured: bool) -> Plan:
+    """The trainer's, still without devices, of rows of one length."""
+    mixes.write(folder / "rows", np.full(16 * args.batch, args.sequence))
+    config = Config(
+        data=DataConfig(max_length=args.sequence, bucket_count=1, packing="off"),
+        train=TrainConfig(batch_size=args.batch, anchors=args.anchors, steps=WARM + args.steps),
+        runtime=RuntimeConfig(
+            compile="on" if captured else "off", cuda_graphs="explicit" if captured else "off"
+        ),
+    )
+    data = Dataset.open(folder / "rows")
+    work = Workload(args.shape, args.batch, args.sequence, args.anchors, args.block, args.layers)
+    return Plan(config, data, arrange(data, config).plan, drafter_config(work), (), (), 0, 0)
 
 
 def trained(plan: Plan, way: str, count: int) -> list[Drafter]:
@@ -163,8 +177,6 @@ def main() -> None:
     args = parser.parse_args()
     if len(args.devices) < 2:
         parser.error("--devices: one alone has nobody to exchange with")
-    args.device, args.targets, args.drafters, args.topology = args.devices[0], None, None, "split"
-    args.eager, args.graphs, args.channel_depth = not cuda, cuda, 2
     report: dict[str, Any] = {
         "shape": args.shape,
         "devices": args.devices,
@@ -172,12 +184,7 @@ def main() -> None:
         "ways": {},
     }
     with tempfile.TemporaryDirectory() as name:
-        folder = Path(name)
-        target_config(args.shape).save_pretrained(folder / "target")
-        write_rows(folder / "rows", 16 * args.batch, args.sequence, SHAPES[args.shape]["vocab_size"])
-        write_config(folder / "train.toml", args, folder / "target", folder / "rows")
-        inputs = Inputs(folder / "train.toml", folder, Events(None, None))
-        plan, _, _ = inputs.plan(load(folder / "train.toml"))
+        plan = plan_of(args, Path(name), captured=cuda)
         for _ in range(args.rounds):
             for way in WAYS:
                 found = measure(plan, args.devices, way, args.steps)

@@ -317,7 +317,7 @@ NARROW = (Tiling(64, 32, 4, 2), Tiling(64, 32, 4, 1), Tiling(32, 64, 4, 1), Tili
 
 
 PROGRAMS = 8
-"""A multiprocessor: fewer, of unlike lengths, leave some idle at the end."""
+"""For each multiprocessor, from which on heads share one: fewer, of unlike lengths, leave some idle at the end."""
 
 
 def tilings(query: Tensor) -> tuple[Tiling, Tiling, Tiling, Tiling]:
@@ -407,10 +407,11 @@ def backward(
     )  # fmt: skip
     tiles = triton.cdiv(s, for_context.keys)
     together = heads_together(query.device, tiles * kv * b, h // kv)
-    shape, dtype = (b, s, kv, h // kv // together, d), query.dtype if together == h // kv else torch.float32
-    by_head = [query.new_empty(shape, dtype=dtype) for _ in range(2)]
+    parts = h // kv // together  # of each key head: several are added up in float32
+    dtype = query.dtype if parts == 1 else torch.float32
+    by_part = [query.new_empty(b, s, kv, parts, d, dtype=dtype) for _ in range(2)]
     _context_keys[(tiles, h // together, b)](
-        query, context_keys, context_values, lse, first, last, gradient, delta, *by_head,
+        query, context_keys, context_values, lse, first, last, gradient, delta, *by_part,
         *_strides(query, context_keys, context_values, gradient),
         a, n, s, h, scale, **_constants(query, keys, first, for_context), BA=triton.next_power_of_2(a), HEADS=together,
     )  # fmt: skip
@@ -420,8 +421,5 @@ def backward(
         *_strides(query, keys, values, gradient),
         a, n, h, scale, **_constants(query, keys, first, for_own),
     )  # fmt: skip
-    dck, dcv = (
-        part.squeeze(3) if together == h // kv else part.sum(3, dtype=torch.float32).to(query.dtype)
-        for part in by_head
-    )
+    dck, dcv = (made.squeeze(3) if parts == 1 else made.sum(3).to(query.dtype) for made in by_part)
     return dq, dk, dv, dck, dcv
