@@ -4,13 +4,15 @@
     python benchmarks/effect.py runtime.fp8_head=true --pad
     python benchmarks/effect.py train.loss=ce-dpace --seeds 0,1,2,3,4 --jobs 2
     python benchmarks/effect.py --config my/train.toml --each runtime.fp8_target=true runtime.fp8_head=true
+    python benchmarks/effect.py --config my/train.toml --held-out my/prepared-test runtime.fp8_head=true
 
-Runs of a configuration (the demo's profile, or that of `--config`, which names prompts to evaluate) on one device, a target and
-a drafter, `--jobs` at a time: each seed as the file has it and with the settings named (SECTION.KEY=VALUE, as in TOML; words
-need no quotes); with `--each` also with every one of them alone. `--both` changes settings of all sides, `--pad` gives all
-the demo's target with a vocabulary that is a multiple of 16, as products of the head in 8 bits need it (zeros fill it up). The
-loss is the mean of the last five steps told, the acceptance length that of the run's own evaluation of the trained drafter.
-The figure to look at is the mean of the differences, each between two runs of one seed, beside how far the seeds differ.
+Runs of a configuration (the demo's profile, or that of `--config`, which names prompts to evaluate) on one device, a target
+and a drafter, `--jobs` at a time: each seed as the file has it and with the settings named (SECTION.KEY=VALUE, as in TOML;
+words need no quotes); with `--each` also with every one of them alone. `--both` changes settings of all sides, `--pad` gives
+all the demo's target with a vocabulary that is a multiple of 16, as products of the head in 8 bits need it (zeros fill it
+up). The loss is the mean of the last five steps told, the acceptance length that of the run's own evaluation of the trained
+drafter; `--held-out` adds that on many more chats, computed at once (heldout.py), where the target wrote their answers. The
+figure to look at is the mean of the differences, each between two runs of one seed, beside how far the seeds differ.
 """
 
 from __future__ import annotations
@@ -28,10 +30,13 @@ from concurrent.futures import ThreadPoolExecutor
 from pathlib import Path
 from typing import Any
 
+import heldout
 import torch
 
 from trainer import config as trainer_config
 from trainer.config import tomllib
+from trainer.data.dataset import Dataset
+from trainer.data.errors import DataError
 from trainer.options import at_least
 
 ROOT = Path(__file__).resolve().parents[1]
@@ -140,10 +145,22 @@ def train(folder: Path, name: str, settings: Settings) -> dict[str, float]:
     return figures(run_dir)
 
 
+def add_held_out(
+    report: dict[str, Any], folder: Path, settings: Settings, data: Dataset, device: str
+) -> None:
+    """Give the runs in `folder` their acceptance on prepared chats. Raises ConfigError, ModelError."""
+    pairs = [(run, side) for run in report["runs"] for side in list(run)[1:]]  # behind "seed"
+    paths = {f"{run['seed']}-{side}": folder / f"{run['seed']}-{side}" for run, side in pairs}
+    model, dtype = settings["target"]["model"], settings["target"].get("dtype", "auto")
+    found = heldout.measure(*heldout.load(model, paths, device, dtype), data, rows=8)
+    for run, side in pairs:
+        run[side]["held-out"] = found[f"{run['seed']}-{side}"].acceptance
+
+
 def told(runs: list[dict[str, Any]], side: str = "with") -> str:
     """A line a figure: means without and with, or of another side's, and of the differences."""
     lines = []
-    for figure in ("loss", "acceptance"):
+    for figure in runs[0]["without"]:
         pairs = [(run["without"][figure], run[side][figure]) for run in runs]
         without, changed = (statistics.mean(figures) for figures in zip(*pairs, strict=True))
         differences = [b - a for a, b in pairs]
@@ -153,6 +170,28 @@ def told(runs: list[dict[str, Any]], side: str = "with") -> str:
             f"({min(differences):+.3f} to {max(differences):+.3f} in {len(pairs)} seeds; seeds lie {spread:.3f} apart)"
         )
     return "\n".join(lines)
+
+
+def collect(args: argparse.Namespace, settings: Settings, folder: Path, report: dict[str, Any]) -> None:
+    """Run everything in `folder`; the report grows with each seed, in `--json` too. Raises RuntimeError."""
+    with contextlib.ExitStack() as stack:
+        pool = ThreadPoolExecutor(args.jobs)
+        stack.callback(pool.shutdown, cancel_futures=True)
+        coming = []
+        for seed in args.seeds:
+            todo = sides(changed(settings, [("train", "seed", seed)]), args.changes, args.each)
+            coming.append((seed, {n: pool.submit(train, folder, f"{seed}-{n}", s) for n, s in todo.items()}))
+        for seed, futures in coming:
+            report["runs"].append(
+                {"seed": seed, **{name: future.result() for name, future in futures.items()}}
+            )
+            print(json.dumps(report["runs"][-1]), flush=True)
+            write(report, args.json)
+
+
+def write(report: dict[str, Any], path: Path | None) -> None:
+    if path is not None:
+        path.write_text(json.dumps(report, indent=1) + "\n", "utf-8")
 
 
 def main() -> None:
@@ -174,6 +213,7 @@ def main() -> None:
     parser.add_argument(
         "--prompts", type=at_least(1), default=102, help="evaluated (default: 102, all of the demo's)"
     )
+    parser.add_argument("--held-out", type=Path, metavar="DIR", help="prepared chats: acceptance on them too")
     parser.add_argument("--jobs", type=at_least(1), default=6 if cuda else 1, help="runs at a time")
     parser.add_argument("--device", default="cuda:0" if cuda else "cpu")
     parser.add_argument("--json", type=Path, metavar="FILE", help="write everything there, as it comes")
@@ -183,7 +223,8 @@ def main() -> None:
         parser.error("--pad makes a target of the demo's; --config names one of its own")
     try:
         settings = base(args)
-    except trainer_config.ConfigError as error:
+        data = Dataset.open(args.held_out) if args.held_out is not None else None
+    except (trainer_config.ConfigError, DataError) as error:
         parser.error(str(error))
     report: dict[str, Any] = {
         "changes": {f"{section}.{key}": value for section, key, value in args.changes},
@@ -195,19 +236,10 @@ def main() -> None:
         folder.mkdir(parents=True, exist_ok=True)
         if args.pad:
             settings["target"]["model"] = str(padded(folder / "target"))
-        pool = ThreadPoolExecutor(args.jobs)
-        stack.callback(pool.shutdown, cancel_futures=True)
-        coming = []
-        for seed in args.seeds:
-            todo = sides(changed(settings, [("train", "seed", seed)]), args.changes, args.each)
-            coming.append((seed, {n: pool.submit(train, folder, f"{seed}-{n}", s) for n, s in todo.items()}))
-        for seed, futures in coming:
-            report["runs"].append(
-                {"seed": seed, **{name: future.result() for name, future in futures.items()}}
-            )
-            print(json.dumps(report["runs"][-1]), flush=True)
-            if args.json is not None:
-                args.json.write_text(json.dumps(report, indent=1) + "\n", "utf-8")
+        collect(args, settings, folder, report)
+        if data is not None:
+            add_held_out(report, folder, settings, data, args.device)
+            write(report, args.json)
     for side in list(report["runs"][0])[2:]:  # behind "seed" and "without"
         print(told(report["runs"]) if side == "with" else f"{side} alone\n{told(report['runs'], side)}")
 
