@@ -1,58 +1,101 @@
-"""What averaging gradients costs drafters on several GPUs, and how much of it a backward in two parts hides.
+"""What averaging gradients costs drafters on several GPUs, and how much of it the backward hides.
 
     python benchmarks/exchange.py --shape 8B --devices cuda:0,cuda:1 --json exchange.json
     python benchmarks/exchange.py                              # tiny, two drafters on the CPU: does it run?
 
-The run's own drafter workers, on made-up batches that are there already, so nothing but the exchange makes them wait:
-one alone, then all with the whole backward before the exchange, then all with a backward in two parts, as runs do. In
-turn, each `--rounds` times (each time it is built and compiled anew), since a card's clock moves by more than what is
-looked for; the medians are compared.
+The run's own drafter workers, on made-up batches that are there already, so nothing but the exchange makes them wait. In
+turn, some steps each: nothing is exchanged; everything is, behind the whole backward; everything, and what is complete
+early beside the rest of the backward, as in a run. All of it in one process with one build, every device computing all
+the time, since a card's clock moves by more than what is looked for. A way's time is the slowest device's; compared are
+neighbours, in each round.
 """
 
 from __future__ import annotations
 
 import argparse
-import contextlib
 import functools
-import gc
 import json
 import statistics
 import tempfile
+import threading
 import time
-from collections.abc import Iterator
+from collections.abc import Callable
 from pathlib import Path
 from typing import Any
 
 import dataset as mixes  # before PyTorch: it names the cache
 import numpy as np
 import torch
+from torch import Tensor
 
 from trainer.config import Config, DataConfig, RuntimeConfig, TrainConfig
 from trainer.data.arrangement import arrange
 from trainer.data.dataset import Dataset
 from trainer.events import Events
 from trainer.options import at_least
-from trainer.pipeline import drafters
 from trainer.pipeline.balance import Placement
 from trainer.pipeline.channel import Stopped
 from trainer.pipeline.crew import Crew
 from trainer.pipeline.drafters import Learner, Start
-from trainer.pipeline.exchange import Exchange
+from trainer.pipeline.exchange import Average, Exchange, Share
 from trainer.pipeline.plan import Course, Plan
 from trainer.pipeline.targets import Delivery
 from trainer.runtime import compile, nvml
+from trainer.runtime.devices import Device, Mark
 from trainer.workload import SHAPES, Workload, drafter_config
 
 WARM = 5
 """Steps before time is taken."""
-WAYS = ("alone", "in one part", "in two parts")
+WAYS = ("nothing", "behind", "beside")
+
+
+class InTurn(Exchange):
+    """Exchanges in each of the ways for `steps` steps.
+
+    Attributes:
+        steps: of a turn.
+        pieces: in how many pieces gradients were given away, by way.
+    """
+
+    def __init__(self, size: int, decide: Callable[[int], None], steps: int) -> None:
+        super().__init__(size, decide)
+        self.pieces: dict[str, int] = {}
+        self.steps = steps
+        self._turn = threading.Barrier(size)
+
+    def way(self, step: int) -> str:
+        return WAYS[(step - WARM - 1) // self.steps % len(WAYS)]
+
+    def average(
+        self, index: int, device: Device, step: int, share: Share, out: Tensor, free: Mark
+    ) -> Average:
+        way = self.way(step)
+        if way == "nothing":  # the update reads every number of `out` all the same
+            return Average(out, share.weight.reciprocal(), share.metrics)
+        if way == "behind":
+            share = share._replace(complete=share.complete[-1:])
+        self.pieces[way] = len(share.complete)
+        return super().average(index, device, step, share, out, free)
+
+    def meet(self) -> None:
+        """Wait for the others: what one is ahead would count as the other's."""
+        self._meet(self._turn)
+
+    def abort(self) -> None:
+        super().abort()
+        self._turn.abort()
 
 
 class Drafter(Learner):
-    """One that feeds itself, and times its steps behind the first ones."""
+    """One that feeds itself, and times its turns.
 
-    ms: float
-    mhz: int | None = None
+    Attributes:
+        turns: of each, the way, milliseconds a step, and MHz at its end.
+    """
+
+    def __init__(self, *arguments: Any) -> None:
+        super().__init__(*arguments)
+        self.turns: list[tuple[str, float, int | None]] = []
 
     def work(self) -> None:
         plan, device = self._plan, self.device.torch
@@ -69,52 +112,45 @@ class Drafter(Learner):
         return self._delivery
 
     def after_step(self, step: int, worker: Learner) -> None:
-        if step in (WARM, self._course.last):
-            self.device.mark().wait()
-        if step == WARM:
-            self._began = time.perf_counter()
-        if step == self._course.last:
-            self.ms = (time.perf_counter() - self._began) / (step - WARM) * 1000
-            self.mhz = nvml.clock(self.device.torch) if self.device.cuda else None
-
-
-@contextlib.contextmanager
-def parted(two: bool, layers: int) -> Iterator[None]:
-    """Backwards in two parts, or none that is: where all layers are the last part's, nothing is complete before it."""
-    before = drafters.FIRST_LAYERS
-    drafters.FIRST_LAYERS = before if two else layers
-    try:
-        yield
-    finally:
-        drafters.FIRST_LAYERS = before
+        assert isinstance(self._exchange, InTurn)
+        steps = self._exchange.steps
+        if (step - WARM) % steps or step < WARM:
+            return
+        self.device.mark().wait()
+        if step > WARM:
+            took = (time.perf_counter() - self._began) / steps * 1000
+            mhz = nvml.clock(self.device.torch) if self.device.cuda else None
+            self.turns.append((self._exchange.way(step), took, mhz))
+        self._exchange.meet()
+        self._began = time.perf_counter()
 
 
 def plan_of(args: argparse.Namespace, folder: Path, captured: bool) -> Plan:
     """The trainer's, still without devices, of rows of one length."""
+    steps = WARM + len(WAYS) * args.rounds * args.steps
     mixes.write(folder / "rows", np.full(16 * args.batch, args.sequence))
     config = Config(
         data=DataConfig(max_length=args.sequence, bucket_count=1, packing="off"),
-        train=TrainConfig(batch_size=args.batch, anchors=args.anchors, steps=WARM + args.steps),
+        train=TrainConfig(batch_size=args.batch, anchors=args.anchors, steps=steps),
         runtime=RuntimeConfig(
             compile="on" if captured else "off", cuda_graphs="explicit" if captured else "off"
         ),
     )
     data = Dataset.open(folder / "rows")
     work = Workload(args.shape, args.batch, args.sequence, args.anchors, args.block, args.layers)
-    return Plan(config, data, arrange(data, config).plan, drafter_config(work), (), (), 0, 0)
+    return Plan(config, data, arrange(data, config).plan, drafter_config(work), (), (), 0, steps)
 
 
-def trained(plan: Plan, way: str, count: int) -> list[Drafter]:
-    """All drafters of `plan`, behind their last step. Raises what a worker raises."""
-    crew, course = Crew(Events(None, None)), Course(WARM + count)
-    exchange = Exchange(plan.drafters, course.decide)
+def trained(plan: Plan, steps: int) -> tuple[list[Drafter], InTurn]:
+    """All drafters of `plan`, behind their last turn. Raises what a worker raises."""
+    crew, course = Crew(Events(None, None)), Course(plan.steps)
+    exchange = InTurn(plan.drafters, course.decide, steps)
     crew.on_stop(exchange.abort)
     workers = [Drafter(crew, index, plan, course, exchange, Start()) for index in range(plan.drafters)]
     try:
-        with parted(way == "in two parts", plan.shape.num_hidden_layers):
-            for worker in workers:
-                crew.add(worker)
-                crew.wait(functools.partial(getattr, worker, "ready"))
+        for worker in workers:
+            crew.add(worker)
+            crew.wait(functools.partial(getattr, worker, "ready"))
         crew.begin()
         crew.wait(lambda: all(worker.finished for worker in workers))
     except Stopped:
@@ -123,37 +159,24 @@ def trained(plan: Plan, way: str, count: int) -> list[Drafter]:
         crew.stop()
         crew.join()
         compile.refuse_recompiles(False)
-    return workers
-
-
-def measure(plan: Plan, devices: list[str], way: str, count: int) -> dict[str, Any]:
-    """Milliseconds a step, the slowest drafter's; how many weights they exchange. Memory is free again behind it."""
-    names = tuple(devices[:1] if way == "alone" else devices)
-    workers = trained(plan.on(Placement(names, names)), way, count)
-    flat = workers[0].flat
-    found = {
-        "ms": max(worker.ms for worker in workers), "mhz": [worker.mhz for worker in workers],
-        "weights": len(flat.gradients), "early": flat.early,
-    }  # fmt: skip
-    del workers, flat
-    gc.collect()
-    if torch.cuda.is_available():
-        torch.cuda.empty_cache()
-    return found
+    return workers, exchange
 
 
 def told(report: dict[str, Any]) -> str:
-    """Each way's median, and what it is more than a lone drafter's."""
-    medians = {way: statistics.median(run["ms"] for run in runs) for way, runs in report["ways"].items()}
+    """Each way's median, and what it is more than the one before it in its round."""
+    rounds = report["rounds"]
     lines = []
-    for way, runs in report["ways"].items():
-        more = f", {medians[way] - medians['alone']:+.2f} ms" if way != "alone" else ""
-        spread = f"{min(run['ms'] for run in runs):.2f} to {max(run['ms'] for run in runs):.2f}"
-        lines.append(f"{way:<14} {medians[way]:8.2f} ms a step ({spread}, at {runs[-1]['mhz']} MHz){more}")
-    last = report["ways"]["in two parts"][-1]
-    share = last["early"] / last["weights"]
+    for n, way in enumerate(WAYS):
+        times = [of[way]["ms"] for of in rounds]
+        line = f"{way:<8} {statistics.median(times):8.2f} ms a step ({min(times):.2f} to {max(times):.2f}, "
+        line += f"at {rounds[-1][way]['mhz']} MHz)"
+        if n:
+            more = [of[way]["ms"] - of[WAYS[n - 1]]["ms"] for of in rounds]
+            line += f", {statistics.median(more):+.2f} ms ({min(more):+.2f} to {max(more):+.2f}) to `{WAYS[n - 1]}`"
+        lines.append(line)
+    share = report["early"] / report["weights"]
     return "\n".join(
-        [*lines, f"{last['weights'] / 1e6:.1f} M weights a drafter, {share:.0%} of them in the first part"]
+        [*lines, f"{report['weights'] / 1e6:.1f} M weights a drafter, {share:.0%} of them complete early"]
     )
 
 
@@ -171,28 +194,27 @@ def main() -> None:
     parser.add_argument("--anchors", type=at_least(1), default=512 if cuda else 16)
     parser.add_argument("--block", type=at_least(2), default=16)
     parser.add_argument("--layers", type=at_least(2), default=5 if cuda else 2)
-    parser.add_argument("--steps", type=at_least(1), default=40, help="timed, each time (default: 40)")
-    parser.add_argument("--rounds", type=at_least(1), default=2)
-    parser.add_argument("--json", type=Path, metavar="FILE", help="write everything there, as it comes")
+    parser.add_argument("--steps", type=at_least(1), default=20, help="of a turn (default: 20)")
+    parser.add_argument("--rounds", type=at_least(1), default=6, help="turns of each way (default: 6)")
+    parser.add_argument("--json", type=Path, metavar="FILE")
     args = parser.parse_args()
     if len(args.devices) < 2:
         parser.error("--devices: one alone has nobody to exchange with")
-    report: dict[str, Any] = {
-        "shape": args.shape,
-        "devices": args.devices,
-        "torch": torch.__version__,
-        "ways": {},
-    }
     with tempfile.TemporaryDirectory() as name:
-        plan = plan_of(args, Path(name), captured=cuda)
-        for _ in range(args.rounds):
-            for way in WAYS:
-                found = measure(plan, args.devices, way, args.steps)
-                report["ways"].setdefault(way, []).append(found)
-                print(f"{way}: {found['ms']:.2f} ms a step", flush=True)
-                if args.json is not None:
-                    args.json.write_text(json.dumps(report, indent=1) + "\n", "utf-8")
+        names = tuple(args.devices)
+        plan = plan_of(args, Path(name), captured=cuda).on(Placement(names, names))
+        workers, exchange = trained(plan, args.steps)
+    turns = list(zip(*(worker.turns for worker in workers), strict=True))
+    took = [(of[0][0], {"ms": max(ms for _, ms, _ in of), "mhz": [mhz for _, _, mhz in of]}) for of in turns]
+    flat = workers[0].flat
+    report = {
+        "shape": args.shape, "devices": args.devices, "torch": torch.__version__,
+        "weights": len(flat.gradients), "early": flat.early, "pieces": exchange.pieces,
+        "rounds": [dict(took[at : at + len(WAYS)]) for at in range(0, len(took), len(WAYS))],
+    }  # fmt: skip
     print(told(report))
+    if args.json is not None:
+        args.json.write_text(json.dumps(report, indent=1) + "\n", "utf-8")
 
 
 if __name__ == "__main__":

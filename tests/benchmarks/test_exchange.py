@@ -1,4 +1,4 @@
-"""benchmarks/exchange.py: the ways that it compares are what they are called."""
+"""benchmarks/exchange.py: its turns exchange what they say they do."""
 
 from __future__ import annotations
 
@@ -9,25 +9,20 @@ from pathlib import Path
 import exchange
 import pytest
 
-from trainer.pipeline import drafters
 
-
-def test_each_way_is_measured_and_has_its_parts(
+def test_turns_are_timed_and_have_their_pieces(
     tmp_path: Path, monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
 ) -> None:
     shape = ["--sequence", "32", "--anchors", "2", "--block", "4"]
     file = tmp_path / "exchange.json"
-    monkeypatch.setattr(
-        sys,
-        "argv",
-        ["exchange.py", *shape, "--devices", "cpu,cpu", "--steps", "2", "--json", str(file), "--rounds", "1"],
-    )
-    before = drafters.FIRST_LAYERS
+    turns = ["--steps", "2", "--rounds", "2", "--devices", "cpu,cpu", "--json", str(file)]
+    monkeypatch.setattr(sys, "argv", ["exchange.py", *shape, *turns])
     exchange.main()
-    assert before == drafters.FIRST_LAYERS
-    ways = json.loads(file.read_text())["ways"]
-    assert list(ways) == list(exchange.WAYS)
-    early = {way: runs[0]["early"] for way, runs in ways.items()}
-    assert early["in one part"] == 0 < early["in two parts"] < ways["in two parts"][0]["weights"]
-    assert all(runs[0]["ms"] > 0 for runs in ways.values())
-    assert "in two parts" in capsys.readouterr().out
+    found = json.loads(file.read_text())
+    assert [list(turn) for turn in found["rounds"]] == [list(exchange.WAYS)] * 2
+    assert all(turn[way]["ms"] > 0 and len(turn[way]["mhz"]) == 2 for turn in found["rounds"] for way in turn)
+    assert found["pieces"] == {"behind": 1, "beside": 2}, "and none of nothing"
+    assert 0 < found["early"] < found["weights"]
+    last = capsys.readouterr().out.splitlines()[-4:]
+    assert [line.split()[0] for line in last[:3]] == list(exchange.WAYS)
+    assert "complete early" in last[3]
