@@ -3,8 +3,6 @@
 from __future__ import annotations
 
 import os
-import sys
-from typing import NoReturn
 
 import typer
 
@@ -46,7 +44,7 @@ def _version(asked: bool) -> None:
     if asked:
         from dflashctl import __version__
 
-        print(f"dflashctl {__version__}")
+        typer.echo(f"dflashctl {__version__}")
         raise typer.Exit
 
 
@@ -57,23 +55,6 @@ def options(
     ),
 ) -> None:
     """Options before the command."""
-
-
-def main() -> NoReturn:
-    """Run the command line and exit with its code."""
-    _fill_streams()
-    sys.exit(run(sys.argv[1:]))
-
-
-def _fill_streams() -> None:
-    """A standard stream that the caller closed (`>&-`, some cron and service managers) leads to /dev/null."""
-    for fd, name in enumerate(("stdin", "stdout", "stderr")):
-        if getattr(sys, name) is None:
-            null = os.open(os.devnull, os.O_RDWR)
-            if null != fd:
-                os.dup2(null, fd)
-                os.close(null)
-            setattr(sys, name, os.fdopen(fd, "r" if fd == 0 else "w", closefd=False, encoding="utf-8"))
 
 
 def run(args: list[str]) -> int:

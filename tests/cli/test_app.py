@@ -19,7 +19,7 @@ from dflashctl.errors import (
     PreflightError,
     UnreachableError,
 )
-from tests.cli.conftest import has_looked
+from tests.cli.conftest import ROOT, has_looked
 
 GOLDEN = Path(__file__).parent / "help"
 COMMANDS = ("launch", "status", "watch", "logs", "stop", "ls", "diagnose")
@@ -165,3 +165,51 @@ def test_ctrl_c_exits_130_without_a_traceback(cli, started):
     stdout, stderr = process.communicate(timeout=60)
     assert (process.returncode, stdout) == (130, "")
     assert "Traceback" not in stderr
+
+
+STANDIN = """
+import atexit, importlib, os, signal, sys
+sys.path.remove(os.path.dirname(os.path.abspath(__file__)))
+del sys.modules["typer"]
+def ctrl_c():
+    os.kill(os.getpid(), signal.SIGINT)
+try:
+    DO
+except BaseException:
+    pass
+importlib.import_module("typer")
+"""
+"""Found in place of typer, which it then imports: Ctrl-C strikes where an exception would be lost."""
+
+
+@pytest.mark.parametrize("entry", ["module", "script"])
+def test_ctrl_c_within_an_import_is_quiet_and_not_lost(bare_cli, tmp_path, entry):
+    if entry == "module":
+        begin, place = ["-m", "dflashctl"], bare_cli.home
+    else:  # as pip writes it
+        wanted = re.search(r'^dflashctl = "(.+):(.+)"$', (ROOT / "pyproject.toml").read_text(), re.MULTILINE)
+        begin, place = [str(tmp_path / "dflashctl")], tmp_path
+        (tmp_path / "dflashctl").write_text(
+            f"import sys\nfrom {wanted[1]} import {wanted[2]}\nsys.exit({wanted[2]}())\n"
+        )
+    (place / "typer.py").write_text(STANDIN.replace("DO", "ctrl_c()"))
+    done = subprocess.run(
+        [sys.executable, *begin, "--version"],
+        env=bare_cli.environment,
+        cwd=bare_cli.home,
+        capture_output=True,
+        text=True,
+    )
+    assert (done.returncode, done.stdout, done.stderr) == (130, "", "")
+
+
+def test_ctrl_c_that_the_caller_ignores_stays_ignored(bare_cli):
+    (bare_cli.home / "typer.py").write_text(STANDIN.replace("DO", "ctrl_c()"))
+    done = bare_cli("--version", preexec_fn=lambda: signal.signal(signal.SIGINT, signal.SIG_IGN))
+    assert (done.returncode, done.stdout[:9], done.stderr) == (0, "dflashctl", "")
+
+
+def test_ctrl_c_at_the_very_end_is_quiet(bare_cli):
+    (bare_cli.home / "typer.py").write_text(STANDIN.replace("DO", "atexit.register(ctrl_c)"))
+    done = bare_cli("--version")
+    assert (done.returncode, done.stdout[:9], done.stderr) == (-signal.SIGINT, "dflashctl", "")
