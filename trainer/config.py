@@ -98,8 +98,8 @@ class DevicesConfig:
     """Where the workers run. Several may share a device.
 
     split: targets and drafters are workers of their own. colocated: each worker is both; a device has as many as the list
-    that names it more often. auto: measured at the start, then decided for the devices named here, or for all CUDA devices
-    where none is; `devices = "auto"` says the same.
+    that names it more often. auto: measured at the start, then decided for the devices named here, or, where none is, for
+    all CUDA devices that have room; `devices = "auto"` says the same.
     """
 
     topology: str = "split"  # split | colocated | auto

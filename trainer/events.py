@@ -122,6 +122,10 @@ class Events:
             devices=devices,
         )
 
+    def left_out(self, *, device: str, why: str) -> None:
+        """A device that topology "auto" does not use. why: what it lacks, and what to do about it."""
+        self.emit("left_out", f"Leaving out {device}: {why}", device=device, why=why)
+
     def plan(self, *, costs: dict[str, float], now: dict[str, Any], best: dict[str, Any]) -> None:
         """What a batch costs, and what follows for the devices of the run.
 

@@ -9,6 +9,7 @@ from __future__ import annotations
 import argparse
 import dataclasses
 import json
+import math
 import sys
 import tempfile
 from pathlib import Path
@@ -23,7 +24,7 @@ from trainer.events import Events, gib, rows
 from trainer.inputs import Inputs
 from trainer.memory import TargetSize
 from trainer.options import at_least, counts
-from trainer.pipeline.balance import Placement, best
+from trainer.pipeline.balance import best
 from trainer.pipeline.plan import Plan, placed, require_fp8
 
 
@@ -58,13 +59,14 @@ def run(args: argparse.Namespace) -> int:
         require_fp8(config, base.shape, size, there, there)
         names = _like(here[0], args.devices) if args.devices else here
         print(f"Planning for {', '.join(names)}", flush=True)
+        spare = not names_devices(args.config)
         report: dict[str, Any] = {"devices": names, "batches": []}
         for count in args.batch or [config.train.batch_size]:
             train = dataclasses.replace(base.config.train, batch_size=count)
             changed = dataclasses.replace(base.config, train=train)
             batches = arrange(base.dataset, changed).plan
             plan = dataclasses.replace(base, config=changed, batches=batches)
-            report["batches"].append(_batch(plan, size, load_target, here, names))
+            report["batches"].append(_batch(plan, size, load_target, here, names, spare))
             if args.json is not None:
                 args.json.write_text(json.dumps(report, indent=1) + "\n", "utf-8")
         _conclude(report)
@@ -84,17 +86,23 @@ def _like(name: str, count: int) -> list[str]:
 
 
 def _batch(
-    plan: Plan, size: TargetSize, load_target: probe.KeptTargets, here: list[str], names: list[str]
+    plan: Plan,
+    size: TargetSize,
+    load_target: probe.KeptTargets,
+    here: list[str],
+    names: list[str],
+    spare: bool,
 ) -> dict[str, Any]:
-    """Measure one size of batch, and print what each way to share out `names` makes of it."""
+    """Measure one size of batch, and print what each way to share out `names` makes of it. spare: as in `probe.fitting`."""
     count = plan.config.train.batch_size
-    free_on = {str(p.device): p.free for p in room.predict(plan.on(_all(here)), size, room.shapes_of(plan))}
+    free_on = {name: room.untouched_bytes(torch.device(name)) for name in here}
+    most_free = max(free_on.values(), key=lambda have: math.inf if have is None else have)
 
-    def free(device: Any) -> int | None:  # a device that is not there has what the first has
-        return free_on.get(str(device), free_on[here[0]])
+    def free(device: torch.device) -> int | None:  # a device that is not there has what the emptiest has
+        return free_on.get(str(device), most_free)
 
-    possible = probe.fitting(plan, size, here, free=free)
-    ways = probe.fitting(plan, size, names, free=free)
+    possible = probe.fitting(plan, size, here, free=free, spare=spare)
+    ways = probe.fitting(plan, size, names, free=free, spare=spare)
     if not possible or not ways:
         print(f"batch of {rows(count)}: does not fit, in any topology", flush=True)
         return {"rows": count, "ways": []}
@@ -115,11 +123,9 @@ def _batch(
             f"{rows(entry['rows_a_step']):>9} a step  {gib(most):>10} at most a device{'  best' if entry['best'] else ''}",
             flush=True,
         )
+    for name, why in probe.left_out(plan, size, fastest, names, free=free):
+        print(f"  without {name}: {why}", flush=True)
     return {"rows": count, "costs": dataclasses.asdict(costs), "ways": told}
-
-
-def _all(names: list[str]) -> Placement:
-    return Placement(tuple(names), tuple(names), colocated=True)
 
 
 def _conclude(report: dict[str, Any]) -> None:

@@ -4,14 +4,15 @@ from __future__ import annotations
 
 import dataclasses
 import gc
-from collections.abc import Sequence
+import math
+from collections.abc import Iterator, Sequence
 from typing import Any
 
 import torch
 
 from trainer import room
 from trainer.config import Config, ConfigError, DevicesConfig
-from trainer.events import Events
+from trainer.events import Events, gib
 from trainer.memory import TargetSize
 from trainer.modeling.target import Target
 from trainer.pipeline.balance import Costs, Placement, best, placements
@@ -38,6 +39,13 @@ class KeptTargets:
     def keep(self, device: torch.device, target: Target) -> None:
         self._kept[device] = target
 
+    def keep_only_on(self, names: Sequence[str]) -> None:
+        """Let go of those on other devices: what is to come there is predicted without them."""
+        wanted = set(map(torch.device, names))
+        for device in self._kept.keys() - wanted:
+            del self._kept[device]
+            _release(device)
+
 
 def pool(config: DevicesConfig) -> list[str]:
     """Devices that "auto" may use: those that the configuration names, else all CUDA devices, else the CPU.
@@ -57,17 +65,92 @@ def now(config: Config) -> Placement:
 
 
 def fitting(
-    plan: Plan, size: TargetSize, names: Sequence[str], drafters: int = 0, free: FreeBytes = room.free_bytes
+    plan: Plan,
+    size: TargetSize,
+    names: Sequence[str],
+    drafters: int = 0,
+    free: FreeBytes = room.free_bytes,
+    *,
+    spare: bool = False,
 ) -> list[Placement]:
     """Ways to share out devices that have room for what they would hold; ask before anything is loaded.
 
-    Arguments as in `balance.placements` and `room.predict`. With runtime.memory = "warn" all have.
+    Where a way does not fit in the order of `names`, it is tried with the devices in the order of what they have free: the
+    least room is left to the targets, or to the drafters. With runtime.memory = "warn" all ways have room as they are.
+
+    Args:
+        plan, size, free: as in `room.predict`.
+        names, drafters: as in `balance.placements`.
+        spare: devices may be left out where not all have room, those with the least free first. Then of all ways of a kind
+            (colocated, or split) those are made that no other exceeds in targets or drafters without having less of either.
     """
-    ways = placements(names, drafters)
     if plan.config.runtime.memory == "warn":
-        return ways
+        return placements(names, drafters)
     shapes = room.shapes_of(plan)
-    return [way for way in ways if all(p.fits for p in room.predict(plan.on(way), size, shapes, free))]
+    have = {torch.device(name): free(torch.device(name)) for name in names}
+
+    def fits(way: Placement) -> bool:
+        return all(p.fits for p in room.predict(plan.on(way), size, shapes, have.__getitem__))
+
+    def room_on(name: str) -> float:
+        there = have[torch.device(name)]
+        return math.inf if there is None else there
+
+    freest = sorted(names, key=room_on, reverse=True)
+    found: list[Placement] = []
+    for count in range(len(names), 0 if spare else len(names) - 1, -1):
+        kept = freest[:count]
+        orders = ([name for name in names if name in kept], kept, kept[::-1])
+        for alike in zip(*(placements(order, drafters) for order in orders), strict=True):
+            if not any(_exceeds(other, alike[0]) for other in found):
+                found += next(([way] for way in alike if fits(way)), [])
+    return found
+
+
+def _exceeds(other: Placement, way: Placement) -> bool:
+    """Whether `other` is a way of the same kind with no less of either."""
+    return (
+        other.colocated == way.colocated
+        and len(other.targets) >= len(way.targets)
+        and len(other.drafters) >= len(way.drafters)
+    )
+
+
+def left_out(
+    plan: Plan,
+    size: TargetSize,
+    way: Placement,
+    names: Sequence[str],
+    drafters: int = 0,
+    free: FreeBytes = room.free_bytes,
+) -> Iterator[tuple[str, str]]:
+    """Of `names` those that `way` does not use, and why. Arguments as in `fitting`."""
+    shapes = room.shapes_of(plan)
+    for name in names:
+        if name in way.devices:
+            continue
+        made = [room.predict(plan.on(more), size, shapes, free) for more in _with(way, name, drafters)]
+        short = [[p for p in predictions if not p.fits] for predictions in made]
+        if not all(short):
+            yield name, f"the run keeps the {drafters} drafters of its checkpoint, and needs no other device"
+            continue
+        # where it would be of use with the least
+        lacking = min((p for found in short for p in found), key=lambda p: (str(p.device) != name, p.total))
+        yield (
+            name,
+            f"{'' if str(lacking.device) == name else f'beside it {lacking.device} has '}{room.free_on(lacking)}, and would "
+            f"have to hold {gib(lacking.total)}. To use {name}, free {gib(lacking.total - (lacking.free or 0))} more on "
+            f"{lacking.device} and start again",
+        )
+
+
+def _with(way: Placement, name: str, drafters: int) -> list[Placement]:
+    """Ways like this one that use another device: as one more, or instead of one where drafters can't be more."""
+    if way.colocated:
+        both = (*way.targets[bool(drafters) :], name)
+        return [Placement(both, both, colocated=True)]
+    more = [Placement((*way.targets, name), way.drafters)]
+    return more if drafters else [*more, Placement(way.targets, (*way.drafters, name))]
 
 
 def measure(plan: Plan, load: KeptTargets, way: Placement) -> Costs:
@@ -77,6 +160,7 @@ def measure(plan: Plan, load: KeptTargets, way: Placement) -> Costs:
     Raises what the workers raise, and Stopped.
     """
     first = way.targets[:1]
+    load.keep_only_on(first)
     small = Placement(first, first, colocated=True) if way.colocated else Placement(first, way.drafters[:1])
     crew = Crew(Events(None, None), plain=(BaseException,))  # silent: what it raises is told by the run
     try:
@@ -95,13 +179,17 @@ def measure(plan: Plan, load: KeptTargets, way: Placement) -> Costs:
         crew.stop()
         crew.join()
     del training, crew
-    gc.collect()
-    if torch.cuda.is_available():
-        torch.cuda.empty_cache()
-        for name in small.devices:
-            if name.startswith("cuda"):
-                torch.cuda.reset_peak_memory_stats(name)
+    for name in small.devices:
+        _release(torch.device(name))
     return costs
+
+
+def _release(device: torch.device) -> None:
+    """Give back what nothing on a device refers to, and forget its peak."""
+    gc.collect()
+    if device.type == "cuda":
+        torch.cuda.empty_cache()
+        torch.cuda.reset_peak_memory_stats(device)
 
 
 def decide(plan: Plan, size: TargetSize, load: KeptTargets, events: Events, drafters: int = 0) -> Placement:
@@ -112,18 +200,25 @@ def decide(plan: Plan, size: TargetSize, load: KeptTargets, events: Events, draf
 
     Raises ConfigError, and as `measure`.
     """
-    names = pool(plan.config.devices)
+    devices = plan.config.devices
+    names = pool(devices)
+    spare = not (devices.targets or devices.drafters)  # what a person names is wanted, or an error
     if not placements(names, drafters):
         raise ConfigError(
             f'the checkpoint was made by {drafters} drafters, and devices = "auto" has {len(names)} to give one each: '
             "name more, or list devices.drafters yourself"
         )
-    ways = fitting(plan, size, names, drafters)
-    if len(ways) < 2:  # none: what is wrong with the first is told when memory is looked at
-        return (ways or placements(names, drafters))[0]
-    events.measuring(devices=names)
-    costs = measure(plan, load, ways[0])
-    return best(ways, costs)
+    ways = fitting(plan, size, names, drafters, room.untouched_bytes, spare=spare)
+    # none: what is wrong with the first is told when memory is looked at
+    way = (ways or placements(names, drafters))[0]
+    if len(ways) > 1:
+        used = {name for each in ways for name in each.devices}
+        events.measuring(devices=[name for name in names if name in used])
+        way = best(ways, measure(plan, load, way))
+        load.keep_only_on(way.targets)
+    for name, why in left_out(plan, size, way, names, drafters, room.untouched_bytes):
+        events.left_out(device=name, why=why)
+    return way
 
 
 def advise(events: Events, costs: Costs, present: Placement, ways: Sequence[Placement]) -> None:

@@ -76,7 +76,23 @@ def free_bytes(device: torch.device) -> int | None:
     """
     if device.type != "cuda":
         return None
-    return torch.cuda.mem_get_info(device)[0] + torch.cuda.memory_reserved(device)
+    try:
+        there = torch.cuda.mem_get_info(device)[0]
+    except RuntimeError as error:
+        if "out of memory" not in str(error):
+            raise
+        return 0  # there is no room for CUDA's context, without which it can't be asked
+    return there + torch.cuda.memory_reserved(device)
+
+
+def untouched_bytes(device: torch.device) -> int | None:
+    """`free_bytes` of a device that may be left out. Where the driver tells, nothing is done there: CUDA's context, which
+    stays until the process ends, would take as much as OUTSIDE of what another's work may still need.
+    """
+    there = nvml.free(device) if device.type == "cuda" else None
+    if there is None:
+        return free_bytes(device)
+    return max(0, there - OUTSIDE) + torch.cuda.memory_reserved(device)
 
 
 FreeBytes = Callable[[torch.device], int | None]
@@ -175,7 +191,7 @@ def refuse_what_does_not_fit(plan: Plan, target: TargetSize, predictions: list[P
     if all(p.fits for p in predictions):
         return
     lacking = "; ".join(
-        f"{p.device} has {gib(p.free or 0)} free{_held(p.device)}, the run takes {gib(p.total)} ({listed(p)})"
+        f"{p.device} has {free_on(p)}, the run takes {gib(p.total)} ({listed(p)})"
         for p in predictions
         if not p.fits
     )
@@ -190,10 +206,12 @@ def refuse_what_does_not_fit(plan: Plan, target: TargetSize, predictions: list[P
     )
 
 
-def _held(device: torch.device) -> str:
-    """By whom else a device is used, where that is known."""
+def free_on(prediction: Prediction) -> str:
+    """What a device has, and by whom else it is used where that is known: `2.1 GiB free (process 77 holds 76.0 GiB)`."""
+    device = prediction.device
     found = nvml.holders(device) if device.type == "cuda" else []
-    return f" ({', '.join(map(str, found[:3]))})" if found else ""
+    held = f" ({', '.join(map(str, found[:3]))})" if found else ""
+    return f"{gib(prediction.free or 0)} free{held}"
 
 
 def _fixes(plan: Plan, target: TargetSize, predictions: list[Prediction]) -> Iterator[tuple[str, int]]:

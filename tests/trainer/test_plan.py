@@ -9,7 +9,7 @@ import pytest
 import torch
 
 from tests.trainer.pipeline.runs import write_config
-from trainer import room
+from trainer import plan, room
 from trainer.__main__ import main
 from trainer.config import load
 from trainer.pipeline.balance import Costs, Placement
@@ -53,12 +53,29 @@ def test_without_options_what_is_configured(config: Path, capsys: pytest.Capture
 def test_what_fits_nowhere_is_said(
     config: Path, monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
 ) -> None:
-    monkeypatch.setattr(room, "free_bytes", lambda device: 1000)
-    monkeypatch.setattr(room.predict, "__defaults__", (lambda device: 1000,))
+    monkeypatch.setattr(room, "untouched_bytes", lambda device: 1000)
     assert main(["plan", "--config", str(config)]) == 1
     out, err = capsys.readouterr()
     assert "batch of 2 rows: does not fit" in out
     assert err.startswith("error: no batch fits")
+
+
+@pytest.mark.parametrize("named", [False, True])
+def test_a_full_device_is_left_out_unless_it_is_named(
+    config: Path, monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str], named: bool
+) -> None:
+    monkeypatch.setattr(plan, "here_for", lambda path, devices: ["cpu:0", "cpu:1", "cpu:2"])
+    monkeypatch.setattr(plan, "names_devices", lambda path: named)
+    monkeypatch.setattr(room, "untouched_bytes", lambda device: 1000 if device.index == 0 else 1 << 30)
+    assert main(["plan", "--config", str(config)]) == (1 if named else 0)
+    lines = capsys.readouterr().out.splitlines()
+    assert ("batch of 2 rows: does not fit, in any topology" in lines) == named
+    ways = [line.split("  ")[1] for line in lines if line.endswith(("a device", "best"))]
+    assert ways == ([] if named else ["2 colocated", "1 : 1"])
+    assert (
+        any(line.startswith("  without cpu:0: 0.0 MiB free, and would have to hold ") for line in lines)
+        != named
+    )
 
 
 @pytest.mark.parametrize(

@@ -2,23 +2,36 @@
 
 from __future__ import annotations
 
+import functools
+import itertools
 import os
 import signal
+import subprocess
+import sys
 import threading
+import time
+from collections.abc import Iterator
 from pathlib import Path
+from types import SimpleNamespace
 from typing import Any
 
 import pytest
 import torch
+from hypothesis import given, settings
+from hypothesis import strategies as st
 
-from tests.trainer.pipeline.runs import arguments, events, write_config
+from tests.trainer.pipeline.runs import arguments, events, make_dataset, make_target, write_config
 from trainer import probe, room, train
-from trainer.config import ConfigError, DevicesConfig
+from trainer.config import ConfigError, DevicesConfig, parse
 from trainer.events import Events
+from trainer.memory import TargetSize
 from trainer.modeling.target import Target
-from trainer.pipeline.balance import Costs, Placement
+from trainer.pipeline.balance import Costs, Placement, placements
 from trainer.pipeline.crew import Crew, Worker
+from trainer.pipeline.plan import Plan
 from trainer.pipeline.training import Training
+from trainer.runtime import nvml
+from trainer.workload import Workload, drafter_config, target_config
 
 pytestmark = pytest.mark.usefixtures("no_worker_left")
 
@@ -46,7 +59,6 @@ def _costs(monkeypatch: pytest.MonkeyPatch, target_ms: float, drafter_ms: float,
 @pytest.mark.parametrize(
     ("costs", "want", "targets", "drafters"),
     [
-        ((5.0, 14.0, 0.0), "4 colocated", 4, 4),
         ((13.0, 13.0, 10.0), "2 : 2", 2, 2),
         ((60.0, 20.0, 15.0), "3 : 1", 3, 1),
     ],
@@ -167,6 +179,187 @@ def test_without_room_for_both_they_are_split(
     assert events(tmp_path / "run", "plan")[0]["best"]["placement"] == "1 : 3"
 
 
+def _full(monkeypatch: pytest.MonkeyPatch, full: dict[str, int | None]) -> None:
+    """Devices have so many bytes free; those that are not named have all that is asked for."""
+    for name in ("free_bytes", "untouched_bytes"):
+        monkeypatch.setattr(room, name, lambda device: full.get(str(device)))
+    monkeypatch.setattr(room.predict, "__defaults__", (room.free_bytes,))
+
+
+def test_a_full_device_is_left_out_and_that_is_said(
+    tmp_path: Path,
+    parts: tuple[Path, Path],
+    monkeypatch: pytest.MonkeyPatch,
+    four: list[str],
+    capsys: pytest.CaptureFixture[str],
+) -> None:
+    _full(monkeypatch, {"cpu:1": 1 << 17})
+    monkeypatch.setattr(room, "free_on", lambda p: "0.1 MiB free (process 77 holds 78.0 GiB)")
+    _costs(monkeypatch, 5.0, 14.0, 0.0)
+    assert _run(tmp_path, parts, "run", devices=AUTO, train={"steps": 2}) == 0
+    run = tmp_path / "run"
+    assert [e["device"] for e in events(run, "memory")] == ["cpu:0", "cpu:2", "cpu:3"]
+    assert events(run, "measuring")[0]["devices"] == ["cpu:0", "cpu:2", "cpu:3"]
+    assert events(run, "plan")[0]["now"]["placement"] == "3 colocated"
+    assert [e["device"] for e in events(run, "left_out")] == ["cpu:1"]
+    (line,) = [line for line in capsys.readouterr().out.splitlines() if line.startswith("Leaving out")]
+    need = events(run, "memory")[0]["predicted"] / 2**20
+    assert line == (
+        "Leaving out cpu:1: 0.1 MiB free (process 77 holds 78.0 GiB), and would have to hold "
+        f"{need:.1f} MiB. To use cpu:1, free {need - 0.125:.1f} MiB more on cpu:1 and start again"
+    )
+
+
+@pytest.mark.parametrize("named", [True, False])
+def test_devices_that_are_named_are_not_left_out_and_what_fits_nowhere_is_an_error(
+    tmp_path: Path,
+    parts: tuple[Path, Path],
+    monkeypatch: pytest.MonkeyPatch,
+    four: list[str],
+    capsys: pytest.CaptureFixture[str],
+    named: bool,
+) -> None:
+    _full(monkeypatch, dict.fromkeys(four[1:2] if named else four, 1000))
+    devices = {"topology": "auto", "targets": ["cpu"], "drafters": []} if named else AUTO
+    assert _run(tmp_path, parts, "run", devices=devices, train={"steps": 2}) == 1
+    out = capsys.readouterr().out
+    assert "not enough memory: cpu:" + ("1" if named else "0") + " has 0.0 MiB free, the run takes" in out
+    assert "Leaving out" not in out
+
+
+def test_a_resumed_run_says_which_devices_it_does_not_need(
+    tmp_path: Path, parts: tuple[Path, Path], monkeypatch: pytest.MonkeyPatch, four: list[str]
+) -> None:
+    named, steps = {"targets": ["cpu"], "drafters": ["cpu"] * 2}, {"steps": 2, "checkpoint_every": 1}
+    assert _run(tmp_path, parts, "two", devices=named, train=steps) == 0
+    (tmp_path / "two/checkpoints/step-00000002").rename(tmp_path / "last")
+    _full(monkeypatch, {"cpu:0": 1000})
+    _costs(monkeypatch, 60.0, 20.0, 0.0)
+    assert _run(tmp_path, parts, "run", "two", devices=AUTO, train=steps) == 0
+    assert [e["device"] for e in events(tmp_path / "run", "memory")] == ["cpu:1", "cpu:2"]
+    full, unneeded = events(tmp_path / "run", "left_out")
+    assert full["device"] == "cpu:0"
+    assert unneeded["device"] == "cpu:3"
+    assert unneeded["why"] == "the run keeps the 2 drafters of its checkpoint, and needs no other device"
+
+
+def test_targets_that_are_not_used_are_let_go() -> None:
+    made: list[torch.device] = []
+    kept: Any = probe.KeptTargets(lambda device: made.append(device))  # type: ignore[arg-type, func-returns-value]
+    here, there = torch.device("cpu:0"), torch.device("cpu:1")
+    kept.keep(here, "a")
+    kept.keep(there, "b")
+    kept.keep_only_on(["cpu:1"])
+    assert (kept(there), kept(here), made) == ("b", None, [here])
+
+
+def test_a_target_that_was_measured_where_none_will_be_is_let_go(
+    monkeypatch: pytest.MonkeyPatch, four: list[str]
+) -> None:
+    ways = [Placement(("cpu:0",), ("cpu:1",)), Placement(("cpu:1", "cpu:2"), ("cpu:0",))]
+    asked: list[torch.device] = []
+    kept: Any = probe.KeptTargets(asked.append)  # type: ignore[arg-type]
+
+    def measure(plan: Plan, load: Any, way: Placement) -> Costs:
+        load.keep(torch.device(way.targets[0]), "measured")
+        return Costs(2, 2.0, 20.0, 10.0)
+
+    monkeypatch.setattr(probe, "fitting", lambda *a, **k: ways)
+    monkeypatch.setattr(probe, "measure", measure)
+    assert probe.decide(PLAN, _size(), kept, Events(None, None)) == ways[1]
+    kept(torch.device("cpu:0"))
+    assert asked == [torch.device("cpu:0")]
+
+
+PLAN = Plan(
+    parse({"devices": "auto", "target": {"dtype": "bfloat16"}, "runtime": {"cuda_graphs": "off"}}),
+    *(None, SimpleNamespace(lengths=(3072,), batches_per_epoch=9)),  # type: ignore[arg-type]
+    drafter_config(Workload("8B", 4, 3072, 512, 16, 5)),
+    *((), (), 0, 9),
+)
+NAMES = [f"cuda:{i}" for i in range(4)]
+
+
+@functools.cache
+def _size() -> TargetSize:
+    return TargetSize.of(target_config("8B"))
+
+
+def _sizes() -> st.SearchStrategy[int]:
+    """Bytes free: much, nothing, or just enough (or one too few) for what a device holds in some way to share out four."""
+    shapes = room.shapes_of(PLAN)
+    ways = [way for way, _ in _every_way(len(NAMES))]
+    needs = {
+        p.total for way in ways for p in room.predict(PLAN.on(way), _size(), shapes, lambda device: None)
+    }
+    just = [need - less for need in sorted(needs) for less in (1, 0)]
+    return st.sampled_from([0, *just, 141 << 30])
+
+
+def _every_way(count: int) -> Iterator[tuple[Placement, tuple[bool, int, int]]]:
+    """Each device a target, a drafter or nothing; and each set of them colocated."""
+    for roles in itertools.product("TD-", repeat=count):
+        targets, drafters = (
+            tuple(n for n, r in zip(NAMES, roles, strict=False) if r == role) for role in "TD"
+        )
+        if targets and drafters:
+            yield Placement(targets, drafters), (False, len(targets), len(drafters))
+        elif drafters:
+            yield Placement(drafters, drafters, colocated=True), (True, len(drafters), len(drafters))
+
+
+@settings(max_examples=40)
+@given(st.lists(st.deferred(_sizes), min_size=1, max_size=4), st.integers(0, 3))
+def test_what_is_left_out_has_no_room(sizes: list[int], drafters: int) -> None:
+    """Against every way that there is, whatever devices it takes: none that fits has more targets or drafters."""
+    names, have = NAMES[: len(sizes)], dict(zip(map(torch.device, NAMES), sizes, strict=False))
+    shapes = room.shapes_of(PLAN)
+
+    def fits(way: Placement) -> bool:
+        return all(p.fits for p in room.predict(PLAN.on(way), _size(), shapes, have.__getitem__))
+
+    possible = {kind for way, kind in _every_way(len(names)) if drafters in (0, kind[2]) and fits(way)}
+    most = {
+        kind
+        for kind in possible
+        if not any(o != kind and o[0] == kind[0] and o[1] >= kind[1] and o[2] >= kind[2] for o in possible)
+    }
+    given = (names, drafters, have.__getitem__)
+    ways = probe.fitting(PLAN, _size(), *given, spare=True)
+    assert sorted((way.colocated, len(way.targets), len(way.drafters)) for way in ways) == sorted(most)
+    assert all(map(fits, ways))
+    whole = [way for way in ways if len(way.devices) == len(names)]
+    if not drafters:
+        assert probe.fitting(PLAN, _size(), *given) == whole
+    for way in ways:
+        said = dict(probe.left_out(PLAN, _size(), way, *given))
+        assert set(said) == set(names) - set(way.devices)
+        one = room.predict(PLAN.on(way), _size(), shapes, have.__getitem__)[0].total
+        for name, why in said.items():  # as good as another, where there must not be more
+            as_good = way.colocated and drafters and have[torch.device(name)] >= one
+            assert ("needs no other device" if as_good else "would have to hold") in why
+
+
+def _with_free(sizes: dict[int, int], spare: bool) -> list[Placement]:
+    def free(device: torch.device) -> int:
+        return sizes.get(device.index, 141) << 30
+
+    return probe.fitting(PLAN, _size(), NAMES, free=free, spare=spare)
+
+
+@pytest.mark.parametrize("spare", [True, False])
+def test_devices_alike_are_shared_out_as_they_come(spare: bool) -> None:
+    assert _with_free({}, spare) == placements(NAMES)
+
+
+def test_one_that_has_room_for_a_target_alone_is_one_wherever_it_stands() -> None:
+    whole = _with_free({2: 20}, spare=False)
+    assert [str(way) for way in whole] == ["1 : 3", "2 : 2", "3 : 1"]
+    assert all("cuda:2" in way.targets for way in whole)
+    without = Placement(("cuda:0", "cuda:1", "cuda:3"), ("cuda:0", "cuda:1", "cuda:3"), colocated=True)
+    assert _with_free({2: 20}, spare=True) == [*whole, without], "may be faster: the measurement says"
+
+
 def test_a_run_says_what_its_topology_wastes(
     tmp_path: Path,
     parts: tuple[Path, Path],
@@ -199,3 +392,28 @@ def test_devices_that_auto_may_use(monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr(torch.cuda, "device_count", lambda: 3)
     assert probe.pool(nothing) == ["cuda:0", "cuda:1", "cuda:2"]
     assert probe.pool(DevicesConfig(targets=("cuda:2",), drafters=("cuda:0",))) == ["cuda:2", "cuda:0"]
+
+
+@pytest.mark.gpu
+@pytest.mark.skipif(torch.cuda.device_count() < 2, reason="needs two CUDA devices")
+@pytest.mark.timeout(300)
+def test_a_gpu_that_somebody_holds_is_left_out_and_left_alone(tmp_path: Path) -> None:
+    """All of the first GPU but 300 MiB is taken: not even CUDA's context is made on it."""
+    left = 300 << 20
+    taken = torch.empty(torch.cuda.mem_get_info(0)[0] - left, dtype=torch.uint8, device="cuda:0")
+    parts = make_target(tmp_path / "target", head_dim=16), make_dataset(tmp_path / "data")
+    config = write_config(tmp_path / "c.toml", *parts, devices={**AUTO, "cpu_threads": 0})
+    command = [sys.executable, "-m", "trainer", "train", "--config", config, "--run-dir", tmp_path / "run"]
+    free = [torch.cuda.mem_get_info(0)[0]]
+    with subprocess.Popen(command) as running:
+        while running.poll() is None:
+            free.append(torch.cuda.mem_get_info(0)[0])
+            time.sleep(0.1)
+    assert running.returncode == 0
+    del taken
+    (out,) = events(tmp_path / "run", "left_out")
+    print(out["why"])
+    assert out["device"] == "cuda:0"
+    assert "cuda:0" not in [e["device"] for e in events(tmp_path / "run", "memory")]
+    if nvml.free(torch.device("cuda:0")) is not None:
+        assert min(free) > left - (64 << 20)

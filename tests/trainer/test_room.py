@@ -48,6 +48,32 @@ def test_what_this_process_holds_is_free_for_its_run(monkeypatch: pytest.MonkeyP
     assert room.free_bytes(torch.device("cpu")) is None
 
 
+def test_a_device_without_room_for_a_context_has_nothing_free(monkeypatch: pytest.MonkeyPatch) -> None:
+    said = ["CUDA error: out of memory", "CUDA error: device-side assert triggered"]
+
+    def fail(device: torch.device) -> tuple[int, int]:
+        raise RuntimeError(said[0])
+
+    monkeypatch.setattr(torch.cuda, "mem_get_info", fail)
+    assert room.free_bytes(torch.device("cuda", 0)) == 0
+    said.pop(0)
+    with pytest.raises(RuntimeError, match="assert"):
+        room.free_bytes(torch.device("cuda", 0))
+
+
+def test_a_device_that_may_be_left_out_is_asked_of_the_driver(
+    monkeypatch: pytest.MonkeyPatch, free: dict[str, float]
+) -> None:
+    gpu, cpu = torch.device("cuda", 0), torch.device("cpu")
+    monkeypatch.setattr(torch.cuda, "memory_reserved", lambda device: 1 << 30)
+    told: list[int | None] = [5 << 30, 1 << 20, None]
+    monkeypatch.setattr(nvml, "free", lambda device: told.pop(0))
+    assert room.untouched_bytes(gpu) == (6 << 30) - room.OUTSIDE, "a context will be made on it"
+    assert room.untouched_bytes(gpu) == 1 << 30
+    assert room.untouched_bytes(gpu) == 140 << 30, "CUDA's answer where the driver gives none"
+    assert room.untouched_bytes(cpu) is None
+
+
 @pytest.fixture
 def free(monkeypatch: pytest.MonkeyPatch) -> dict[str, float]:
     """Each GPU has free["GiB"] free."""

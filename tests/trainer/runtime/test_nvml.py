@@ -36,6 +36,9 @@ def driver(monkeypatch: pytest.MonkeyPatch) -> Iterator[Any]:
     module.nvmlShutdown = lambda: opened(-1)
     module.nvmlDeviceGetHandleByUUID = handle
     module.nvmlDeviceGetComputeRunningProcesses = lambda handle: module.processes
+    module.nvmlDeviceGetMemoryInfo = lambda handle: SimpleNamespace(
+        total=80 << 30, free=3 << 30, used=77 << 30
+    )
     module.NVML_CLOCK_SM = 1
     module.nvmlDeviceGetClockInfo = lambda handle, kind: {0: 300, 1: 1845}[kind]
     monkeypatch.setitem(sys.modules, "pynvml", module)
@@ -52,6 +55,10 @@ def test_others_are_named_largest_first(driver: Any) -> None:
         "process 4001 holds 2.0 GiB",
         "process 4003 is on it",
     ]
+
+
+def test_what_nobody_holds(driver: Any) -> None:
+    assert nvml.free(CUDA) == 3 << 30
 
 
 def test_the_clock_is_that_of_the_multiprocessors(driver: Any) -> None:
