@@ -8,12 +8,16 @@ from dataclasses import dataclass
 from dflashctl.errors import DflashError
 from dflashctl.render.status import COLOURS
 from dflashctl.render.terminal import Terminal
-from dflashctl.render.text import crop, harmless, pad, width
+from dflashctl.render.text import harmless, pad, width, wrap
 from dflashctl.snapshot import Snapshot, finite, text
 from dflashctl.verdict import Verdict
 from dflashctl.words import count, duration, loss
 
 TITLES = ("RUN", "HOST", "STATE", "STEP", "LOSS", "ACCEPT", "RATE", "AGE")
+ALWAYS = 3
+"""Of these, the first that stand whatever the width: a run's name is there to be copied."""
+BY_IMPORTANCE = ("STEP", "AGE", "LOSS", "ACCEPT", "RATE")
+"""The others: where there is room, each whole or not at all."""
 
 
 @dataclass(frozen=True)
@@ -34,14 +38,40 @@ def table(answers: Sequence[HostRuns], terminal: Terminal) -> list[str]:
             where = f" ({answer.error.where})" if answer.error.where else ""
             rows.append(("-", answer.host, f"{_kind(answer.error)}: {answer.error.message}{where}"))
         elif not answer.rows:
-            rows.append(("-", answer.host, "no runs yet; start one with  dflashctl launch"))
+            there = f" -H {answer.host}" if len(answers) > 1 else ""
+            rows.append(("-", answer.host, f"no runs yet; start one with  dflashctl launch{there}"))
     full = [row for row in rows if len(row) == len(TITLES)]
-    shown = [TITLES, *full] if full else []
-    widths = [max([width(row[i]) for row in shown], default=0) for i in range(len(TITLES))]
+    titled = [TITLES, *full] if full else []
+    widths = [max([width(row[i]) for row in titled], default=0) for i in range(len(TITLES))]
     for i in (0, 1):
         widths[i] = max([widths[i], *(width(harmless(row[i])) for row in rows)])
-    lines = [_line(row, widths, terminal) for row in ([TITLES, *rows] if full else rows)]
+    shown = _fitting(widths, terminal.columns)
+    lines: list[str] = []
+    for row in titled[:1] + rows:
+        if len(row) == len(TITLES):
+            lines.append(_line([(row[i], widths[i]) for i in shown], terminal, row is TITLES))
+        else:
+            head = f"{pad(row[0], widths[0])}  {pad(harmless(row[1]), widths[1])}  "
+            lines += wrap(harmless(row[2]), terminal.columns, "    ", head)
     return lines or ["no hosts"]
+
+
+def _fitting(widths: Sequence[int], columns: int) -> list[int]:
+    """Which columns of the table stand on a terminal of that width."""
+    shown = set(range(ALWAYS))
+    for more in map(TITLES.index, BY_IMPORTANCE):
+        if sum(widths[i] + 2 for i in (*shown, more)) - 2 <= columns:
+            shown.add(more)
+    return sorted(shown)
+
+
+def _line(cells: Sequence[tuple[str, int]], terminal: Terminal, is_head: bool) -> str:
+    """Cells and the widths of their columns as one line; a state has its colour."""
+    line = "  ".join(
+        terminal.style(cell, *COLOURS.get(cell, ())) + " " * (columns - width(cell))
+        for cell, columns in cells
+    )
+    return terminal.style(line.rstrip(), "bold") if is_head else line.rstrip()
 
 
 def _kind(error: DflashError) -> str:
@@ -83,17 +113,3 @@ def _age(s: Snapshot, living: bool) -> str:
         return duration(s.now - since) if s.now is not None and since is not None else "-"
     ended = s.state.ended or s.state.updated if s.state is not None else since
     return f"{duration(s.now - ended)} ago" if s.now is not None and ended is not None else "-"
-
-
-def _line(row: tuple[str, ...], widths: list[int], terminal: Terminal) -> str:
-    if len(row) < len(TITLES):
-        head = f"{pad(harmless(row[0]), widths[0])}  {pad(row[1], widths[1])}  "
-        return head + crop(harmless(row[2]), terminal.columns - width(head))
-    cells = [pad(cell, w) for cell, w in zip(row, widths, strict=True)]
-    line = crop("  ".join(cells).rstrip(), terminal.columns)
-    state = row[2]
-    if state in COLOURS:
-        line = line.replace(f"  {state} ", f"  {terminal.style(state, *COLOURS[state])} ", 1)
-    elif row == TITLES:
-        line = terminal.style(line, "bold")
-    return line

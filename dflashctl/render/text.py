@@ -10,8 +10,16 @@ ESCAPES = re.compile(
 )
 """Terminal sequences: CSI, OSC, DCS and the like, and two-byte escapes."""
 
+NUMBER = re.compile(r"\d+(?:[.,]\d+)*(?:e[+-]?\d+)?")
 
-WORDS = re.compile(r"(\s*)(\d[\d.,]* (?:ms|s|min|h|d|%|W|GiB|GB|MB|samples/s)(?!\w)\S*|\S+)")
+WORDS = re.compile(
+    r"(\s*)("
+    r"dflashctl [a-z]+(?: (?=-|[^\s;,]*[^a-z\s;,.])[^\s;]+)*(?: &&)?|"
+    r"\d[\d.,]* (?:ms|s|min|h|d|%|W|GiB|GB|MB|samples/s)(?!\w)\S*|"
+    r"\S+)"
+)
+"""What stays on one line: a command to copy (as far as its words are none of prose; a shell goes on after `&&`), a number
+and its unit, any other word."""
 
 
 def harmless(value: str) -> str:
@@ -50,16 +58,19 @@ def _columns(c: str) -> int:
 
 
 def crop(value: str, columns: int) -> str:
-    """Cut to `columns`, the last one being an ellipsis where something was cut."""
+    """Cut to `columns`, the last one being an ellipsis where something was cut. A number is cut off whole: a part of it
+    would read as another.
+    """
     if width(value) <= columns:
         return value
-    kept, used = [], 0
+    kept, used = 0, 0
     for c in value:
         used += _columns(c)
         if used > columns - 1:
             break
-        kept.append(c)
-    return "".join(kept) + "…" if columns > 0 else ""
+        kept += 1
+    parted = (n.start() for n in NUMBER.finditer(value, 0, kept + columns) if n.start() < kept < n.end())
+    return value[: next(parted, kept)] + "…" if columns > 0 else ""
 
 
 def pad(value: str, columns: int, right: bool = False) -> str:
@@ -71,8 +82,8 @@ def pad(value: str, columns: int, right: bool = False) -> str:
 def wrap(value: str, columns: int, indent: str = "", first: str = "") -> list[str]:
     """Break at spaces into lines of at most `columns`, later ones after `indent`, the first after `first`.
 
-    A number and its unit stay together. Runs of spaces inside are kept (they part commands from remarks); a
-    word too long for a line stays uncut.
+    A number and its unit stay together, and so do the words of a command of ours. Runs of spaces inside are kept (they
+    part commands from remarks); a word too long for a line stays uncut.
     """
     lines: list[str] = []
     line, lead = "", first

@@ -47,11 +47,26 @@ def test_width_is_what_a_terminal_takes(value, columns):
     assert width(value) == columns
 
 
-@given(st.text(alphabet=st.sampled_from("ab 模é\u0301")), st.integers(1, 20))
+@given(st.text(alphabet=st.sampled_from("ab 1.模é\u0301")), st.integers(1, 20))
 def test_crop_fits_and_marks_what_it_cut(value, columns):
     cut = crop(value, columns)
     assert width(cut) <= columns
     assert cut == value or (cut.endswith("…") and value.startswith(cut[:-1]))
+
+
+@pytest.mark.parametrize(
+    ("value", "columns", "shown"),
+    [
+        ("grad 0.81", 8, "grad …"),
+        ("lr 6.0e-04 x", 10, "lr …"),
+        ("of 60,000 steps", 6, "of …"),
+        ("at 1,200, more", 9, "at 1,200…"),
+        ("cuda:12", 7, "cuda:12"),
+        ("123456", 4, "…"),
+    ],
+)
+def test_crop_never_cuts_within_a_number(value, columns, shown):
+    assert crop(value, columns) == shown
 
 
 @given(st.text(alphabet=st.sampled_from("ab 模")), st.integers(0, 20), st.booleans())
@@ -72,6 +87,15 @@ def test_wrap_keeps_every_word_and_fits(words, columns):
 
 def test_wrap_never_parts_a_number_from_its_unit():
     assert wrap("last sign of life 23 min ago", 22) == ["last sign of life", "23 min ago"]
+
+
+def test_wrap_never_parts_a_command():
+    again = "dflashctl stop a-1 && dflashctl launch --resume a-1"
+    assert wrap(again, 30) == ["dflashctl stop a-1 &&", "dflashctl launch --resume a-1"]
+    assert wrap("see dflashctl logs a-1 -n 200; dflashctl status says more of it", 36) == [
+        "see dflashctl logs a-1 -n 200;",
+        "dflashctl status says more of it",
+    ]
 
 
 def test_wrap_leaves_a_long_word_whole():
