@@ -9,11 +9,12 @@ import typer
 
 from dflashctl.cli import complete
 from dflashctl.cli.detach import detached, left_launching
-from dflashctl.cli.options import AcceptNewOption, HostOption, HostsOption, WaitOption
+from dflashctl.cli.options import AcceptNewOption, HostOption, HostsOption, JsonOption, WaitOption
 from dflashctl.errors import ExitCode
 
 if TYPE_CHECKING:
     from dflashctl.cli.reach import Place
+    from dflashctl.launch import Launched
     from dflashctl.profile import Profile
     from dflashctl.remote.session import Session
 
@@ -63,6 +64,7 @@ def launch(
             autocompletion=complete.runs,
         ),
     ] = None,
+    json: JsonOption = False,
     host: HostOption = None,
     hosts: HostsOption = None,
     accept_new: AcceptNewOption = False,
@@ -70,8 +72,8 @@ def launch(
     """Start a run, detached; with --wait, watch it until training is proven or it fails."""
     from dflashctl import launch as launching
     from dflashctl.cli import environment, reach, seen
+    from dflashctl.render import jsonout, terminal
     from dflashctl.render import launch as screens
-    from dflashctl.render import terminal
 
     place = reach.place(host, hosts, accept_new, resume)
     variables = environment.read(env or [], env_file)
@@ -101,15 +103,18 @@ def launch(
                 )
             finally:
                 messages.transient()
-            out.print(screens.launched(launched, session.transport.label, out))
-            if launched.run_id is None:
-                return ExitCode.OK
-            seen.remember({launched.run_id: place.host.name})
-            if wait or launched.state.get("status") == "exited":
-                return _wait(place, session, launched.run_id, wait or 0.0)
+            if not json:
+                out.print(screens.launched(launched, session.transport.label, out))
+            if launched.run_id is not None:
+                seen.remember({launched.run_id: place.host.name})
+                if wait or launched.state.get("status") == "exited":
+                    return _wait(place, session, launched, wait or 0.0, json)
     except KeyboardInterrupt:
         return left_launching(place, launching.STARTING in told)
-    out.print(screens.following(place.host.name, place.hosts.default_name, out))
+    if json:
+        jsonout.write(jsonout.launch(launched, place.host, None))
+    elif launched.run_id is not None:
+        out.print(screens.following(place.host.name, place.hosts.default_name, out))
     return ExitCode.OK
 
 
@@ -129,24 +134,32 @@ def _profile(session: Session, place: Place, config: Path | None, resume: str | 
     return replace(profile, stem=stem)
 
 
-def _wait(place: Place, session: Session, run_id: str, seconds: float) -> int:
+def _wait(place: Place, session: Session, launched: Launched, seconds: float, json: bool) -> int:
     """Watch the new run; the session that launched it asks the questions."""
     from dflashctl.cli.look import final_look
+    from dflashctl.render import jsonout, status, terminal
     from dflashctl.render import launch as screens
-    from dflashctl.render import status, terminal
     from dflashctl.render.ladder import Ladder
     from dflashctl.watch import Watcher
     from dflashctl.words import duration
 
     out, messages = terminal.stdout(), terminal.stderr()
     sessions = [session]
-    messages.print()
-    ladder = Ladder(messages, seconds, skip_reached=False)
+    ladder = None
+    if not json:
+        messages.print()
+        ladder = Ladder(messages, seconds, skip_reached=False)
+    look = None
     try:
-        with Watcher(lambda: sessions.pop() if sessions else place.session(), run_id) as watcher:
+        with Watcher(lambda: sessions.pop() if sessions else place.session(), launched.run_id) as watcher:
             look = final_look(watcher, seconds, False, status.DEFAULT_LINES, ladder)
     except KeyboardInterrupt:
-        return detached(place, run_id)
+        return detached(place, launched.run_id)
+    finally:
+        if json:  # also when it can't be watched: it has been started
+            jsonout.write(jsonout.launch(launched, place.host, look))
+    if json:
+        return look.verdict.exit_code
     if look.verdict.state in ("training", "evaluating", "finished"):
         out.print(screens.proven(look, seconds, out))
         out.print(["", *screens.following(place.host.name, place.hosts.default_name, out)])

@@ -8,14 +8,17 @@ import math
 from collections.abc import Mapping, Sequence
 from typing import TYPE_CHECKING, Any
 
+from dflashctl.config import Host, PctHost
 from dflashctl.errors import DflashError
 from dflashctl.render.terminal import stdout
 from dflashctl.snapshot import Snapshot
 from dflashctl.verdict import Verdict
 
 if TYPE_CHECKING:
+    from dflashctl.launch import Launched
     from dflashctl.render.runs import HostRuns
     from dflashctl.stop import Stopped
+    from dflashctl.watch import Look
 
 SCHEMA = 1
 """Raised when a field changes its meaning or goes; new fields don't raise it."""
@@ -48,6 +51,24 @@ def status(verdict: Verdict, snapshot: Snapshot, host: str, waited: float) -> di
         "ladder": [dataclasses.asdict(rung) for rung in verdict.ladder],
         "diagnosis": verdict.diagnosis.to_json() if verdict.diagnosis else None,
         "snapshot": dict(snapshot.raw),
+    }
+
+
+def launch(found: Launched, host: Host, look: Look | None) -> dict[str, Any]:
+    """What `launch --json` prints. `look`: the last one at the new run, where it was waited for."""
+    return {
+        "run_id": found.run_id,
+        "host": host.name,
+        "vmid": host.vmid if isinstance(host, PctHost) else None,
+        "path": found.path,
+        "release": found.release,
+        "deployed": found.deployed,
+        "devices": found.profile.devices,
+        "notes": found.notes,
+        "commands": found.commands,
+        "preflight": found.facts,
+        "state": found.state or None,
+        "status": status(look.verdict, look.snapshot, host.name, look.elapsed) if look else None,
     }
 
 

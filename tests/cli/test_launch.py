@@ -7,8 +7,13 @@ import socket
 
 import pytest
 
+from dflashctl.cli import app
+from dflashctl.errors import ConnectionLostError
 from tests.cli import scripts
 from tests.cli.conftest import QUICK
+from tests.launching import host, modules, trainer
+
+__all__ = ["host", "modules", "trainer"]
 
 
 @pytest.fixture
@@ -131,6 +136,69 @@ def test_ctrl_c_before_the_start_says_that_nothing_was_started(cli):
             said = process.communicate(timeout=60)
     assert (process.returncode, said[0]) == (130, "")
     assert said[1].endswith("-- interrupted; nothing was started\n")
+
+
+@pytest.fixture
+def launch(host, runner, tmp_path, monkeypatch, capfd):
+    """`launch --json` with a trainer and a torch that are stand-ins: (exit code, object or None, stderr)."""
+    file = runner.hosts_file(tmp_path / "hosts.toml")
+    with file.open("a") as hosts:
+        hosts.write(f'environment.PYTHONPATH = "{host.environment["PYTHONPATH"]}"\n')
+    monkeypatch.setenv("DFLASH_HOSTS", str(file))
+    monkeypatch.setenv("XDG_STATE_HOME", str(tmp_path / "state"))
+
+    def launch(*args):
+        code = app.run(["launch", "--json", *args])
+        shown = capfd.readouterr()
+        return code, json.loads(shown.out) if shown.out else None, shown.err
+
+    return launch
+
+
+def test_json_says_where_the_run_is_and_nothing_of_what_was_refused(launch, runner):
+    code, planned, _ = launch("--dry-run", "-e", "TOKEN=s3cret")
+    assert (code, planned["schema"], planned["run_id"]) == (0, 1, None)
+    assert (planned["state"], planned["status"]) == (None, None)
+    assert planned["path"].startswith(f"{runner.workspace}/dflash/runs/tiny-")
+    assert "-m trainer train" in planned["commands"][-1]
+    assert "s3cret" not in json.dumps(planned)
+    assert not runner.run_dir("a").parent.exists()
+
+    code, started, _ = launch("--name", "a")
+    assert (code, started["run_id"], started["host"], started["vmid"]) == (0, "a", "here", None)
+    assert (started["path"], started["state"]["run_id"]) == (str(runner.run_dir("a")), "a")
+    assert (started["deployed"], started["release"]) == (True, planned["release"])
+    assert started["devices"] == {"targets": ["cpu"], "drafters": ["cpu"]}
+    assert (started["preflight"]["modules"]["torch"], started["status"]) == ("2.13.0", None)
+    assert set(started) == set(planned)
+
+    code, refused, said = launch("--name", "a")
+    assert (code, refused) == (9, None)
+    assert "error: a run named a exists already" in said
+
+
+def test_json_has_the_verdict_of_a_wait(launch, trainer, capfd):
+    (trainer / "__main__.py").write_text("raise SystemExit('no luck')")
+    code, failed, said = launch("--name", "bad", "--wait", "60")
+    assert (code, failed["run_id"], failed["state"]["run_id"]) == (3, "bad", "bad")
+    assert app.run(["status", "bad", "--json"]) == 3
+    status = json.loads(capfd.readouterr().out)
+    assert set(failed["status"]) == set(status) - {"schema"}
+    same = ("run_id", "host", "state", "phase", "exit_code", "diagnosis")
+    assert [failed["status"][key] for key in same] == [status[key] for key in same]
+    assert (status["state"], status["exit_code"]) == ("failed", 3)
+    assert "\n\n" not in said  # no screen
+
+
+@pytest.mark.parametrize(("end", "code"), [(KeyboardInterrupt(), 130), (ConnectionLostError("cut"), 7)])
+def test_json_tells_of_a_run_whose_wait_ended_early(launch, monkeypatch, end, code):
+    def cut(*_):
+        raise end
+
+    monkeypatch.setattr("dflashctl.cli.look.final_look", cut)
+    ended, started, said = launch("--name", "a", "--wait", "60")
+    assert (ended, started["run_id"], started["status"]) == (code, "a", None)
+    assert "cut" in said or "detached; the run goes on" in said
 
 
 def test_scripts_write_what_the_trainer_writes():
