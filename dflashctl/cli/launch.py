@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+from contextlib import closing
 from pathlib import Path
 from typing import TYPE_CHECKING, Annotated, Optional
 
@@ -87,7 +88,7 @@ def launch(
         messages.transient(words)
 
     try:
-        with place.session() as session:
+        with closing(place.session()) as session:  # not opened before the config and the name are known to be right
             profile = _profile(session, place, config, resume)
             try:
                 launched = launching.launch(

@@ -107,7 +107,10 @@ def test_dry_runs_say_what_is_taken_show_commands_and_hide_secrets(bare_cli):
         (("--hosts", "absent.toml"), 1, "absent.toml"),
     ],
 )
-def test_bad_input(cli, args, code, words):
+def test_bad_input_is_told_before_the_host_is_asked(cli, args, code, words):
+    if args[0] != "--resume":
+        dead = '[hosts.here]\nkind = "ssh"\naddress = "127.0.0.1"\nport = 1\nworkspace = "/w"\n'
+        (cli.home / "hosts.toml").write_text(dead)
     for name, text in {
         "wrong.toml": '[train]\nsteps = "many"\n',
         "near.toml": "[train]\nstep = 3\n",
