@@ -20,6 +20,8 @@ COMMANDS = {
     "export": ("trainer.export", "write a checkpoint in a layout that serving engines read"),
 }
 
+NEEDS = "type this with the Python that trains, or install torch, transformers, pyarrow, safetensors and jinja2 there"
+
 COMPILING = ("train", "plan", "bench")
 
 
@@ -47,7 +49,13 @@ def _run(argv: Sequence[str] | None) -> int:
     for name, (module, summary) in COMMANDS.items():
         sub = commands.add_parser(name, help=summary, description=summary[0].upper() + summary[1:] + ".")
         if argv[:1] == [name]:
-            chosen = importlib.import_module(module)
+            try:
+                chosen = importlib.import_module(module)
+            except ModuleNotFoundError as error:
+                if error.name is None or error.name.split(".")[0] == "trainer":
+                    raise
+                print(f"error: {sys.executable} has no {error.name}: {NEEDS}", file=sys.stderr)
+                return 1
             chosen.add_arguments(sub)
     args = parser.parse_args(argv)
     assert chosen is not None  # argparse has ended the program otherwise

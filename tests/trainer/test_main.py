@@ -51,6 +51,15 @@ def test_wrong_usage_exits_2(argv):
     assert caught.value.code == 2
 
 
+def test_a_python_without_what_training_needs_is_told_in_one_line(monkeypatch, capsys):
+    monkeypatch.delitem(sys.modules, "trainer.export", raising=False)
+    monkeypatch.setitem(sys.modules, "torch", None)  # as if it were not installed
+    assert main(["export", "--help"]) == 1
+    said = capsys.readouterr().err
+    assert said.startswith(f"error: {sys.executable} has no torch: type this with the Python that trains")
+    assert said.count("\n") == 1
+
+
 def test_errors_go_to_stderr_and_exit_1(tmp_path, capsys):
     where = tmp_path / "nowhere"
     assert main(["prepare", "--tokenizer", str(where), "--output", str(tmp_path / "out"), "x.jsonl"]) == 1
