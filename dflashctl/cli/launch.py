@@ -88,7 +88,7 @@ def launch(
         messages.transient(words)
 
     try:
-        with closing(place.session()) as session:  # not opened before the config and the name are known to be right
+        with closing(place.session()) as session:  # opened once the config and the name are known to be right
             profile = _profile(session, place, config, resume)
             try:
                 launched = launching.launch(
