@@ -50,7 +50,7 @@ def judge(facts: Mapping[str, Any], profile: Profile, host: Host, label: str, *,
     failures = [
         *_modules(facts["modules"], host, label),
         *_workspace(facts, host, label),
-        *_paths(facts, host, label),
+        *_paths(facts, profile, host, label),
         *_devices(facts, profile, label),
     ]
     busy = _busy(facts, profile, label)
@@ -113,11 +113,15 @@ def _workspace(facts: Mapping[str, Any], host: Host, label: str) -> list[tuple[s
     return []
 
 
-def _paths(facts: Mapping[str, Any], host: Host, label: str) -> list[tuple[str, str]]:
+def _paths(facts: Mapping[str, Any], profile: Profile, host: Host, label: str) -> list[tuple[str, str]]:
     hint = "correct the path in the training config, or put the files there"
     if not isinstance(host, LocalHost):
         hint += f"; paths are those of {host.name}, relative ones begin at its workspace"
-    return [(f"{path} does not exist on {label}", hint) for path in facts["missing_paths"]]
+    model = f"{hint}; target.model is a folder or a GGUF file there, not an id of the Hub"
+    return [
+        (f"{path} does not exist on {label}", model if path == profile.config.target.model else hint)
+        for path in facts["missing_paths"]
+    ]
 
 
 def _devices(facts: Mapping[str, Any], profile: Profile, label: str) -> list[tuple[str, str]]:

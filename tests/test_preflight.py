@@ -180,3 +180,9 @@ def test_a_missing_path_says_whose_paths_they_are() -> None:
     with pytest.raises(PreflightError) as caught:
         judge(facts(missing_paths=["/x"]), profile(), LocalHost("local"), "local", force=False)
     assert caught.value.hint == "correct the path in the training config, or put the files there"
+
+
+def test_a_target_that_is_missing_may_be_an_id_of_the_hub() -> None:
+    model = profile().config.target.model
+    assert "not an id of the Hub" in refused(facts(missing_paths=[model])).hint
+    assert "Hub" not in refused(facts(missing_paths=["/x"])).hint

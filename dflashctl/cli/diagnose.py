@@ -75,7 +75,7 @@ def diagnose(
     from dflashctl.render import diagnosis, jsonout, terminal
 
     if bool(paths) == (run is not None):
-        raise typer.BadParameter("name paths, or a run with --run")
+        raise typer.BadParameter("name paths (- for stdin), or a run with --run")
     known = _facts(facts) if facts else {}
     if run is not None:
         from dflashctl.cli import reach
