@@ -159,11 +159,13 @@ class Dialer:
         options = connection.get_security_options()
         known = hostkeys.known_kinds(hostkeys.read(endpoint.known_hosts), _key_name(endpoint))
         options.key_types = _preferred(options.key_types, known)
+        until = time.monotonic() + left
         try:
             connection.start_client(timeout=left)
             connection.get_remote_server_key()  # start_client returns in silence when its time is up
         except (paramiko.SSHException, EOFError, OSError) as error:
-            raise _no_handshake(endpoint, error, limit) from error
+            waited = "" if time.monotonic() < until else f" within {limit:g} s"
+            raise _no_handshake(endpoint, error, waited) from error
         return connection
 
     def _check_host_key(self, endpoint: Endpoint, connection: paramiko.Transport) -> None:
@@ -273,7 +275,7 @@ def _through(
         ) from error
 
 
-def _no_handshake(endpoint: Endpoint, error: Exception, limit: float) -> UnreachableError:
+def _no_handshake(endpoint: Endpoint, error: Exception, waited: str) -> UnreachableError:
     import paramiko
 
     where = f"host {endpoint.name}"
@@ -290,7 +292,7 @@ def _no_handshake(endpoint: Endpoint, error: Exception, limit: float) -> Unreach
             hint="run it by hand; it should print the host's SSH banner",
         )
     return UnreachableError(
-        f"{endpoint.address}:{endpoint.port} accepts connections but completes no SSH handshake within {limit:g} s "
+        f"{endpoint.address}:{endpoint.port} accepts connections but completes no SSH handshake{waited} "
         f"({error_words(error)})",
         where=where,
         hint="it may not be an SSH server, be overloaded, or refuse new logins (MaxStartups); try again or ssh by hand",
