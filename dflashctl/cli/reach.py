@@ -75,6 +75,5 @@ def _confirm(question: str) -> bool:
     from dflashctl.render.terminal import stderr
 
     terminal = stderr()
-    terminal.print(question)
-    terminal.write("trust it? [y/N] ")
+    terminal.write(f"{question} [y/N] ")
     return sys.stdin.readline().strip().lower() in ("y", "yes")

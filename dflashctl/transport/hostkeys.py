@@ -154,7 +154,8 @@ def _meet(
             )
         if not confirm(question):
             raise UnreachableError(
-                f"the host key of {name} was not accepted: {print_of} ({kind})", hint="nothing was done"
+                f"the host key of {name} was not accepted: {print_of} ({kind})",
+                hint="answer y once you have compared it with that of the host",
             )
     add(add_to, name, kind, blob)
 

@@ -200,7 +200,10 @@ def _login_refused(
         if not identities.agent_answers:
             hint += "  (no agent with keys answers now: eval $(ssh-agent) first)"
     else:
-        hint = f"put your key there: ssh-copy-id {'-p ' + str(endpoint.port) + ' ' if endpoint.port != 22 else ''}"
+        put = (
+            "put your key" if tried else "make a key where you have none (ssh-keygen -t ed25519), and put it"
+        )
+        hint = f"{put} there: ssh-copy-id {'-p ' + str(endpoint.port) + ' ' if endpoint.port != 22 else ''}"
         hint += f"{endpoint.user}@{endpoint.address}; or set identity_file or user of the host in hosts.toml"
     agent = "" if identities.agent_answers else "; the agent holds none"
     return UnreachableError(

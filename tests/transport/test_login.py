@@ -33,6 +33,9 @@ def test_a_wrong_key(server: Server, tmp_path: Path) -> None:
 def test_no_key_at_all(server: Server) -> None:
     error = refused(SshTransport(server.host(identity_file=None)))
     assert "there is no key to offer" in error.message
+    assert error.hint.startswith(
+        "make a key where you have none (ssh-keygen -t ed25519), and put it there: ssh-copy-id"
+    )
 
 
 def test_default_key_files(server: Server, client_home: Path) -> None:
