@@ -45,7 +45,7 @@ POINTS = {
 }
 """A phase's name, and the event that ends it."""
 
-PACE = ("step", "step_s", "samples_per_s", "data_wait", "target_wait", "drafter_wait")
+PACE = ("step", "step_s", "samples_per_s", "data_wait", "target_wait", "drafter_wait", "exchange_wait")
 """Of the last step's event: a mean since the one before."""
 
 

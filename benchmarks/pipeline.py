@@ -11,8 +11,8 @@ around it: two batches queued on each target, two steps on each drafter. Exchang
 
 `channel`: devices.channel_depth 1, 2, 4, 8. The rate as a share of what balance.py promises for the same batches, what it
 would be in a channel with room for all of them (targets take batches in turn, so of few one has more than its share), and
-shares of time. `wait` is as a run's log has it, of the threads: targets for room, drafters for a batch; but threads run up
-to two steps ahead of their devices. `idle` is the devices'. In `even` lines targets' times are multiplied so that both
+shares of time: `wait` as a run's log has it (targets for room, drafters for a batch), `idle` by what the devices had to do in
+all, which holds one to the other. In `even` lines targets' times are multiplied so that both
 sides have as much to do: there a depth matters most.
 
 `prefetch`: devices.prefetch_depth 1, 2, 4. Workers that read, prepare and issue packed rows of 3,072 tokens at 0.6B's pace
@@ -44,14 +44,15 @@ from trainer.data.dataset import Dataset
 from trainer.events import Events
 from trainer.options import at_least
 from trainer.pipeline.balance import Costs, Placement
-from trainer.pipeline.channel import Stopped, Waits
+from trainer.pipeline.channel import Stopped
 from trainer.pipeline.crew import Crew
 from trainer.pipeline.drafters import DrafterWorker, Lead, Learner, Start
 from trainer.pipeline.exchange import Share
+from trainer.pipeline.lead import Waits
 from trainer.pipeline.plan import Course, Plan
 from trainer.pipeline.targets import Delivery, Producer, TargetWorker
 from trainer.pipeline.training import Training
-from trainer.runtime.devices import Device, Mark
+from trainer.runtime.devices import Device, Idle, Instant, Mark
 from trainer.workload import Workload, drafter_config, flops_of
 
 RATES = {
@@ -70,7 +71,15 @@ LENGTHS = {
     "gsm8k": functools.partial(mixes.gsm8k_like, 7473),
 }
 COLUMNS = {
-    "channel": ("rate", "unbounded", "target_wait", "drafter_wait", "target_idle", "drafter_idle"),
+    "channel": (
+        "rate",
+        "unbounded",
+        "target_wait",
+        "drafter_wait",
+        "exchange_wait",
+        "target_idle",
+        "drafter_idle",
+    ),
     "prefetch": ("rate", "data_wait"),
 }
 
@@ -106,6 +115,12 @@ class Waiting(Device):
     def mark(self) -> Point:
         return Point(self._until)
 
+    def instant(self) -> Instant:
+        """Of a stream that has run out, now: what comes behind it begins then."""
+        instant = Instant(None)
+        instant.at = max(instant.at, self._until)
+        return instant
+
     def after(self, mark: Mark) -> None:
         self._until = max(self._until, getattr(mark, "at", 0.0))
 
@@ -136,6 +151,7 @@ class WaitingTarget(TargetWorker):
         super().__init__(training.crew, index, training.plan, training.channel, training.load)
         self.producer = WaitingProducer(index, training.plan, seconds)
         self.device = self.producer.device
+        self.room_wait = Idle(self.device)
 
 
 class WaitingDrafter(DrafterWorker):
@@ -148,6 +164,7 @@ class WaitingDrafter(DrafterWorker):
         joined = (t.crew, index, t.plan, t.course, t.exchange, t.start)
         super().__init__(*joined, nothing, nothing, t.channel, lead)
         self.device: Waiting = Waiting()
+        self.batch_wait, self.exchange_wait = Idle(self.device), Idle(self.device)
         self._seconds = seconds
 
     def _build(self, embedding: Tensor, head: Tensor) -> None:
@@ -163,7 +180,8 @@ class WaitingDrafter(DrafterWorker):
         self.device.work(self._seconds[features.shape[1]])
         mark = self.device.mark()
         share = Share(self.flat.gradients, torch.zeros(2), torch.ones(()), ((1, mark),))
-        self._exchange.average(self.index, self.device, step, share, self._sum, mark)
+        with self.exchange_wait.during():
+            self._exchange.average(self.index, self.device, step, share, self._sum, mark)
 
 
 class WaitingTraining(Training):
@@ -267,6 +285,7 @@ def trained(case: Case, plan: Plan, scale: float) -> dict[str, float]:
         / unbounded_ms(case, lengths_of(plan, plan.steps), training.target_s, training.drafter_s),
         "target_wait": waited.room / seconds / case.targets,
         "drafter_wait": waited.batch / seconds / case.drafters,
+        "exchange_wait": waited.exchange / seconds / case.drafters,
         "data_wait": waited.data / seconds / case.targets,
         "target_idle": 1 - costs.target_ms * case.drafters / case.targets / ms,
         "drafter_idle": 1 - costs.drafter_ms / ms,
@@ -304,10 +323,10 @@ def read(plan: Plan, seconds: float) -> dict[str, float]:
         producer = WaitingProducer(index, plan, dict.fromkeys(plan.batches.lengths, seconds))
         with producer.reading() as batches:
             producer.deliver(next(batches))
-            waited, began = producer.data_wait, producer.device.mark()
+            waited, began = producer.data_wait.seconds, producer.device.mark()
             for prepared in batches:
                 producer.deliver(prepared)
-        return producer.data_wait - waited, producer.device.mark().at - began.at
+        return producer.data_wait.seconds - waited, producer.device.mark().at - began.at
 
     with ThreadPoolExecutor(plan.targets) as pool:
         waited, took = map(sum, zip(*pool.map(work, range(plan.targets)), strict=True))

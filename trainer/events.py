@@ -224,6 +224,7 @@ class Events:
         data_wait: float,
         target_wait: float,
         drafter_wait: float,
+        exchange_wait: float,
     ) -> None:
         """Of the steps since the last event.
 
@@ -235,14 +236,15 @@ class Events:
             grad_norm: 2-norm of the averaged gradient of that step, before clipping.
             samples_per_s: of all nodes.
             step_s: seconds a step, saving left out.
-            data_wait, target_wait: share of that time in which targets waited for rows, and for room, 0 to 1.
-            drafter_wait: in which drafters waited for a batch.
+            data_wait, target_wait: share of that time in which targets' devices waited for rows, and for room, 0 to 1.
+            drafter_wait, exchange_wait: in which drafters' waited for a batch, and for one another's gradients and their
+                sum.
         """
         self.emit(
             "step",
             f"step {step}/{steps}  loss {loss:.3f}  eal {eal:.2f}  lr {lr:.1e}  grad {grad_norm:.1f}  "
             f"{samples_per_s:.1f} smp/s  wait data {data_wait * 100:.0f} % "
-            f"target {target_wait * 100:.0f} % drafter {drafter_wait * 100:.0f} %",
+            f"target {target_wait * 100:.0f} % drafter {drafter_wait * 100:.0f} % exchange {exchange_wait * 100:.0f} %",
             step=step,
             steps=steps,
             epoch=round(epoch, 4),
@@ -255,6 +257,7 @@ class Events:
             data_wait=round(data_wait, 4),
             target_wait=round(target_wait, 4),
             drafter_wait=round(drafter_wait, 4),
+            exchange_wait=round(exchange_wait, 4),
         )
 
     def checkpoint(self, *, step: int, path: str, seconds: float) -> None:

@@ -76,12 +76,15 @@ def test_batches_are_followed_through_a_channel_with_room_for_all() -> None:
     )
 
 
-def test_a_run_is_not_faster_than_its_devices(data: Dataset) -> None:
-    case = pipeline.Case("chat", "off", False, 1, 2)
-    plan = pipeline.lasting(pipeline.plan_of(case, data), 12, channel_depth=3)
+def test_a_run_is_not_faster_than_its_devices_and_tells_how_idle_they_are(data: Dataset) -> None:
+    """With half as many targets, drafters' threads wait most of the time while their devices are busy."""
+    case = pipeline.Case("chat", "on", False, 1, 2)
+    plan = pipeline.lasting(pipeline.plan_of(case, data), 40, channel_depth=2)
     found = pipeline.trained(case, plan, 20.0)
     assert 0 < found["rate"] <= 1 + 1e-6
     assert found["drafter_idle"] >= -1e-6
+    assert found["drafter_wait"] + found["exchange_wait"] == pytest.approx(found["drafter_idle"], abs=0.1)
+    assert found["target_wait"] == pytest.approx(0, abs=0.1)
 
 
 def test_every_case_is_told(

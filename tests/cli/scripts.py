@@ -9,7 +9,8 @@ def emit(event, line=None, **fields):
     if line: print(line, flush=True)
 def step(n, steps):
     emit("step", f"step {n}/{steps}  loss {4 - n / steps:.3f}", step=n, steps=steps, epoch=0.1, loss=4 - n / steps,
-         eal=2.5, lr=1e-3, grad_norm=1.0, samples_per_s=8.0, step_s=0.05, data_wait=0.0, target_wait=0.0, drafter_wait=0.0)
+         eal=2.5, lr=1e-3, grad_norm=1.0, samples_per_s=8.0, step_s=0.05, data_wait=0.0, target_wait=0.0,
+         drafter_wait=0.0, exchange_wait=0.0)
 def load():
     emit("start", "dflash trainer: torch 0, python 3, 1 target, 1 drafter, seed 0", run_id="x")
     emit("dataset", "Loaded dataset: 8 samples", samples=8, seconds=0.1)

@@ -72,6 +72,7 @@ SHOWN: list[tuple[str, dict[str, Any]]] = [
             "data_wait": 0.0,
             "target_wait": 0.03,
             "drafter_wait": 0.01,
+            "exchange_wait": 0.02,
         },
     ),
 ]

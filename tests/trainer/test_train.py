@@ -47,7 +47,7 @@ def test_start_up_lines_and_events_are_in_order(
     first, *_, last = events(tmp_path / "runs/run", "step")
     assert set(first) == {
         "t", "event", "step", "steps", "epoch", "loss", "eal", "lr", "grad_norm", "samples_per_s", "step_s", "data_wait",
-        "target_wait", "drafter_wait",
+        "target_wait", "drafter_wait", "exchange_wait",
     }  # fmt: skip
     assert first["loss"] == pytest.approx(4.16, abs=0.3), "ln 64 for an untrained drafter"
     assert last["epoch"] == pytest.approx(3 * 2 / 20)

@@ -3,22 +3,13 @@
 from __future__ import annotations
 
 import threading
-import time
-from typing import Generic, NamedTuple, TypeVar
+from typing import Generic, TypeVar
 
 Item = TypeVar("Item")
 
 
 class Stopped(Exception):
     """The run is ending, for a reason that is recorded elsewhere: leave the thread, say nothing."""
-
-
-class Waits(NamedTuple):
-    """Seconds that workers have waited so far, all threads of a side together."""
-
-    data: float  # targets, for rows that are read
-    room: float  # targets, for room in the channel
-    batch: float  # drafters, for a batch
 
 
 class Channel(Generic[Item]):
@@ -41,18 +32,14 @@ class Channel(Generic[Item]):
         self._items: dict[int, Item] = {}
         self._changed = threading.Condition()
         self._closed = False
-        self._put_wait = 0.0
-        self._get_wait = 0.0
 
     def put(self, index: int, item: Item) -> None:
         """Hand over batch `index`; waits for room. Raises Stopped when the channel is closed."""
         drafter = index % self._drafters
         with self._changed:
-            began = time.monotonic()
             self._changed.wait_for(
                 lambda: self._closed or index < self._wanted[drafter] + self._depth * self._drafters
             )
-            self._put_wait += time.monotonic() - began
             if self._closed:
                 raise Stopped
             self._items[index] = item
@@ -61,9 +48,7 @@ class Channel(Generic[Item]):
     def get(self, drafter: int) -> Item:
         """The next batch of `drafter`; waits for it. Raises Stopped when the channel is closed."""
         with self._changed:
-            began = time.monotonic()
             self._changed.wait_for(lambda: self._closed or self._wanted[drafter] in self._items)
-            self._get_wait += time.monotonic() - began
             if self._closed:
                 raise Stopped
             item = self._items.pop(self._wanted[drafter])
@@ -77,8 +62,3 @@ class Channel(Generic[Item]):
             self._closed = True
             self._items.clear()
             self._changed.notify_all()
-
-    def waits(self) -> tuple[float, float]:
-        """Seconds that target workers waited for room and drafter workers for a batch, all threads together."""
-        with self._changed:
-            return self._put_wait, self._get_wait

@@ -14,12 +14,13 @@ from trainer.modeling.drafter import Drafter
 from trainer.modeling.losses import HeadFP8
 from trainer.optim import FlatParameters, MasterAdamW, Schedule, adamw_
 from trainer.pipeline.backward import FIRST_LAYERS, Backward, Learned
+from trainer.pipeline.channel import Channel
 from trainer.pipeline.crew import Crew, Worker
 from trainer.pipeline.exchange import Exchange, Share
 from trainer.pipeline.plan import Course, Plan
 from trainer.pipeline.targets import Delivery, DrafterBatch, Feed
 from trainer.runtime import compile, graphs
-from trainer.runtime.devices import Device
+from trainer.runtime.devices import Device, Idle
 
 
 class Lead(Protocol):
@@ -63,6 +64,7 @@ class Learner(Worker):
     ) -> None:
         super().__init__(crew, f"drafter-{index}", Device(plan.drafter_devices[index]))
         self.index = index
+        self.exchange_wait = Idle(self.device)  # for the others' gradients, and their sum
         self.at_step = plan.first
         self.finished = False
         self.batch_ms: dict[int, float] = {}
@@ -227,7 +229,8 @@ class Learner(Worker):
         assert learned is not None
         complete = tuple((end, mark) for end, (_, mark) in zip(self.backward.ends, done, strict=True))
         share = Share(self.flat.gradients, *learned, complete)
-        average = self._exchange.average(self.index, self.device, step, share, self._sum, self._free)
+        with self.exchange_wait.during():
+            average = self._exchange.average(self.index, self.device, step, share, self._sum, self._free)
         self._rate.fill_(self._schedule.rate(step))
         self._number.fill_(step)
         self._mean.copy_(average.metrics)
@@ -255,10 +258,10 @@ class Learner(Worker):
 
 
 class DrafterWorker(Learner):
-    """A learner that gets its batches from others.
+    """A learner that gets its batches from others, through the channel.
 
     Args:
-        embedding, head, feed, lead: as in `Learner.learn`.
+        embedding, head, lead: as in `Learner.learn`.
     """
 
     def __init__(
@@ -271,11 +274,20 @@ class DrafterWorker(Learner):
         start: Start,
         embedding: Tensor,
         head: Tensor,
-        feed: Feed,
+        channel: Channel[Delivery],
         lead: Lead | None,
     ) -> None:
         super().__init__(crew, index, plan, course, exchange, start)
-        self._given = (embedding, head, feed, lead)
+        self.batch_wait = Idle(self.device)
+        self._channel = channel
+        self._given = (embedding, head, self, lead)
 
     def work(self) -> None:
         self.learn(*self._given)
+
+    def get(self, drafter: int) -> Delivery:
+        """The next batch, which this worker's later work waits for; a Feed's."""
+        with self.batch_wait.during():
+            delivery = self._channel.get(drafter)
+            self.device.after(delivery.mark)
+        return delivery

@@ -6,11 +6,10 @@ import dataclasses
 import time
 from collections.abc import Callable
 from pathlib import Path
-from typing import Any
+from typing import Any, NamedTuple
 
 from trainer import checkpoint
 from trainer.events import Events
-from trainer.pipeline.channel import Waits
 from trainer.pipeline.drafters import Learner
 from trainer.pipeline.nodes import Nodes
 from trainer.pipeline.plan import Course, Plan
@@ -20,11 +19,22 @@ class NonFiniteError(FloatingPointError):
     """The loss or the gradient is NaN or inf, and the run is to stop on that."""
 
 
+class Waits(NamedTuple):
+    """Seconds that devices have had nothing to do so far, those of all workers of a side together."""
+
+    data: float  # targets, for rows that are read
+    room: float  # targets, for room in the channel
+    batch: float  # drafters, for a batch
+    exchange: (
+        float  # drafters, for one another's gradients and their sum, as far as a backward doesn't hide it
+    )
+
+
 class Reporter:
     """Steps to events, at the first step, every `log_every` and the last; checkpoints as configured.
 
     Args:
-        waits: how long workers have waited so far.
+        waits: how long devices have waited so far.
         settings: `checkpoint.settings` of the run.
         nonfinite: non-finite steps before this run was resumed.
         nodes: on each of them a Reporter goes the same way; the first one saves.
@@ -49,7 +59,7 @@ class Reporter:
         self._settings = settings
         self._nonfinite = nonfinite
         self._nodes = nodes or Nodes()
-        self._since: tuple[float, int, Waits] = (time.monotonic(), plan.first, Waits(0.0, 0.0, 0.0))
+        self._since: tuple[float, int, Waits] = (time.monotonic(), plan.first, Waits(0.0, 0.0, 0.0, 0.0))
 
     def begin(self) -> None:
         """The steps begin now: times count from here."""
@@ -93,7 +103,7 @@ class Reporter:
         shares = [
             min(1.0, (after - before) / seconds / threads)
             for after, before, threads in zip(
-                waits, waits_then, (plan.targets, plan.targets, plan.drafters), strict=True
+                waits, waits_then, (plan.targets, plan.targets, plan.drafters, plan.drafters), strict=True
             )
         ]
         steps = step - step_then
@@ -110,6 +120,7 @@ class Reporter:
             data_wait=shares[0],
             target_wait=shares[1],
             drafter_wait=shares[2],
+            exchange_wait=shares[3],
         )
 
     def _save(self, step: int, worker: Learner, nonfinite: int) -> None:

@@ -19,7 +19,7 @@ from trainer.pipeline.channel import Channel
 from trainer.pipeline.crew import Crew, Worker
 from trainer.pipeline.plan import Plan
 from trainer.runtime import compile, graphs
-from trainer.runtime.devices import Device, Mark
+from trainer.runtime.devices import Device, Idle, Mark
 
 
 class DrafterBatch(NamedTuple):
@@ -91,7 +91,7 @@ class Producer:
         self.device = device
         self.compiled = False
         self.captured = False
-        self.data_wait = 0.0  # seconds that this target has waited for data
+        self.data_wait = Idle(device)  # for rows that are read
         self.batch_ms: dict[int, float] = {}  # by length, of the first target: measured after its warm-up
         self._plan = plan
         # colocated: this thread's own; else a drafter's stream belongs to another thread, on the same device too
@@ -165,9 +165,8 @@ class Producer:
 
     def _timed(self, batches: Iterator[Prepared]) -> Iterator[Prepared]:
         while True:
-            began = time.monotonic()
-            prepared = next(batches, None)
-            self.data_wait += time.monotonic() - began
+            with self.data_wait.during():
+                prepared = next(batches, None)
             if prepared is None:
                 return
             yield prepared
@@ -232,6 +231,7 @@ class TargetWorker(Worker):
         self.at_step = plan.first
         self.target: Target | None = None
         self.producer = Producer(index, plan, self.device, load)
+        self.room_wait = Idle(self.device)  # for room in the channel
         self._plan = plan
         self._channel = channel
 
@@ -245,4 +245,6 @@ class TargetWorker(Worker):
             for prepared in batches:
                 self.crew.check()
                 self.at_step = prepared.k // self._plan.drafters + 1
-                self._channel.put(prepared.k, self.producer.deliver(prepared))
+                delivery = self.producer.deliver(prepared)
+                with self.room_wait.during():
+                    self._channel.put(prepared.k, delivery)

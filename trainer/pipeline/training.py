@@ -12,11 +12,12 @@ import torch
 from trainer.modeling.drafter import Drafter
 from trainer.modeling.target import Target
 from trainer.pipeline.balance import Costs
-from trainer.pipeline.channel import Channel, Waits
+from trainer.pipeline.channel import Channel
 from trainer.pipeline.colocated import ColocatedWorker
 from trainer.pipeline.crew import Crew
 from trainer.pipeline.drafters import DrafterWorker, Lead, Learner, Start
 from trainer.pipeline.exchange import Exchange
+from trainer.pipeline.lead import Waits
 from trainer.pipeline.nodes import Nodes
 from trainer.pipeline.plan import Course, Plan
 from trainer.pipeline.targets import Delivery, TargetWorker
@@ -117,9 +118,15 @@ class Training:
         return took * (len(gradients) - first.flat.early) / len(part)
 
     def waits(self) -> Waits:
-        """How long workers have waited so far."""
-        room, batch = self.channel.waits()
-        return Waits(sum(worker.producer.data_wait for worker in self.targets), room, batch)
+        """How long devices have waited so far."""
+        targets = [worker for worker in self.targets if isinstance(worker, TargetWorker)]
+        drafters = [worker for worker in self.drafters if isinstance(worker, DrafterWorker)]
+        return Waits(
+            sum(worker.producer.data_wait.seconds for worker in self.targets),
+            sum(worker.room_wait.seconds for worker in targets),
+            sum(worker.batch_wait.seconds for worker in drafters),
+            sum(worker.exchange_wait.seconds for worker in self.drafters),
+        )
 
     def _target(self, index: int) -> TargetWorker | ColocatedWorker:
         if not self.plan.colocated:

@@ -5,6 +5,7 @@ from __future__ import annotations
 import contextlib
 import os
 import time
+from collections import deque
 from collections.abc import Callable, Iterator
 
 import torch
@@ -72,6 +73,10 @@ class Device:
         """A point in this worker's stream: everything issued so far."""
         return Mark(self.stream)
 
+    def instant(self) -> Instant:
+        """A mark whose time can be told once it has passed."""
+        return Instant(self.stream)
+
     def after(self, mark: Mark) -> None:
         """Let this worker's later work wait for `mark`, on the device; the thread goes on."""
         if self.stream is not None and mark.event is not None:
@@ -129,3 +134,51 @@ class Mark:
         """Let the host wait."""
         if self.event is not None:
             self.event.synchronize()
+
+
+class Instant:
+    """When a stream came to a point. On the CPU, whose work is immediate, that is when the point was set."""
+
+    def __init__(self, stream: torch.cuda.Stream | None) -> None:
+        self.at = time.monotonic()
+        self._event: torch.cuda.Event | None = None
+        if stream is not None:
+            self._event = torch.cuda.Event(enable_timing=True)
+            self._event.record(stream)
+
+    def passed(self) -> bool:
+        """Asks, does not wait."""
+        return self._event.query() if self._event is not None else self.at <= time.monotonic()
+
+    def since(self, earlier: Instant) -> float:
+        """Seconds between two instants of one stream that have both passed."""
+        if self._event is None or earlier._event is None:
+            return self.at - earlier.at
+        return earlier._event.elapsed_time(self._event) / 1000
+
+
+class Idle:
+    """How long a device had nothing to do while its worker waited for something.
+
+    A worker's thread runs ahead of its device, so how long the thread waits says nothing of that. Two instants enclose
+    the wait in the device's stream: with work queued one passes right behind the other, and where it has run out the time
+    between them is the device's.
+
+    Attributes:
+        seconds: so far; of waits that the device has not come to yet, nothing.
+    """
+
+    def __init__(self, device: Device) -> None:
+        self.seconds = 0.0
+        self._device = device
+        self._coming: deque[tuple[Instant, Instant]] = deque()
+
+    @contextlib.contextmanager
+    def during(self) -> Iterator[None]:
+        """Around a wait, in the worker's thread."""
+        begin = self._device.instant()
+        yield
+        self._coming.append((begin, self._device.instant()))
+        while self._coming and self._coming[0][1].passed():
+            begin, end = self._coming.popleft()
+            self.seconds += end.since(begin)

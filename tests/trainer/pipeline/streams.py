@@ -17,6 +17,8 @@ from torch import Tensor
 from torch.utils._python_dispatch import TorchDispatchMode
 from torch.utils._pytree import tree_iter
 
+from trainer.runtime.devices import Instant
+
 Clock = dict[int, int]  # by stream: up to which of its operations
 
 
@@ -142,6 +144,9 @@ class FakeDevice:
 
     def mark(self) -> FakeMark:
         return FakeMark(self.stream, self.memory)
+
+    def instant(self) -> Instant:
+        return Instant(None)
 
     def after(self, mark: FakeMark) -> None:
         join(self.stream.clock, mark.clock)

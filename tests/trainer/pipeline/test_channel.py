@@ -71,9 +71,6 @@ def test_admits_only_the_next_batches_of_a_drafter() -> None:
     assert channel.get(0) == "0"
     assert entered.wait(60)
     assert channel.get(0) == "2"
-    put, get = channel.waits()
-    assert put >= 0.1
-    assert get < 0.05
 
 
 @pytest.mark.parametrize("side", ["put", "get"])

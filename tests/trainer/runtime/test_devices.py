@@ -3,13 +3,14 @@
 from __future__ import annotations
 
 import os
+import time
 
 import pytest
 import torch
 
 from trainer.config import ConfigError
 from trainer.runtime import devices
-from trainer.runtime.devices import Device
+from trainer.runtime.devices import Device, Idle
 
 
 @pytest.mark.parametrize("name", ["cpu", "cpu:0"])
@@ -47,6 +48,37 @@ def test_on_the_cpu_fetching_is_free_and_marks_have_passed() -> None:
         cpu.after(mark)
         mark.wait()
         assert cpu.fetch(tensor, mark) is tensor
+
+
+def test_on_the_cpu_a_device_is_idle_while_its_thread_waits() -> None:
+    idle = Idle(Device(torch.device("cpu")))
+    for _ in range(2):
+        time.sleep(0.02)
+        with idle.during():
+            time.sleep(0.03)
+    assert 0.06 <= idle.seconds < 0.08
+
+
+@pytest.mark.gpu
+@pytest.mark.skipif(not torch.cuda.is_available(), reason="no CUDA device")
+def test_a_gpu_is_idle_where_its_stream_has_run_out() -> None:
+    """Waits of 0.1 s, behind work of much more and of none."""
+    device = Device(torch.device("cuda", 0))
+    busy, bare = Idle(device), Idle(device)
+    with device.entered():
+        torch.cuda._sleep(1_000_000_000)  # half a second or more
+        with busy.during():
+            time.sleep(0.1)
+        assert busy.seconds == 0, "not passed yet, and not waited for"
+        device.mark().wait()
+        with bare.during():
+            time.sleep(0.1)
+        device.mark().wait()
+        for idle in (busy, bare):
+            with idle.during():
+                pass
+    assert busy.seconds < 0.01
+    assert 0.09 < bare.seconds < 0.2
 
 
 @pytest.mark.gpu
