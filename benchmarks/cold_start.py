@@ -157,7 +157,7 @@ def _names(text: str) -> list[str]:
 def _folder(kept: Path | None) -> Iterator[Path]:
     if kept is not None:
         kept.mkdir(parents=True, exist_ok=True)
-        yield kept
+        yield kept.absolute()  # the run's files name it from elsewhere
         return
     with tempfile.TemporaryDirectory() as name:
         yield Path(name)

@@ -234,6 +234,7 @@ def main() -> None:
     with contextlib.ExitStack() as stack:
         folder = args.keep or Path(stack.enter_context(tempfile.TemporaryDirectory()))
         folder.mkdir(parents=True, exist_ok=True)
+        folder = folder.absolute()  # the runs' files name it from elsewhere
         if args.pad:
             settings["target"]["model"] = str(padded(folder / "target"))
         collect(args, settings, folder, report)

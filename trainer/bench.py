@@ -28,6 +28,7 @@ import torch
 
 from trainer import memory
 from trainer.config import RuntimeConfig
+from trainer.modeling import ModelError, fp8
 from trainer.options import at_least, counts
 from trainer.runtime import cache, devices, graphs, nvml, stacks
 from trainer.runtime.devices import Device
@@ -207,7 +208,7 @@ def add_arguments(parser: argparse.ArgumentParser) -> None:
         "--variants",
         default="",
         metavar="A,B",
-        help=f"of {', '.join(VARIANTS)}; all by default, on a CPU {' and '.join(SLOW)}",
+        help=f"of {', '.join(VARIANTS)}; by default all that the device can do, on a CPU {' and '.join(SLOW)}",
     )
     parser.add_argument(
         "--device", default="", metavar="NAME", help="default: cuda:0 where there is one, else cpu"
@@ -239,15 +240,15 @@ def run(args: argparse.Namespace, more: More | None = None) -> int:
 def _run(args: argparse.Namespace, more: More) -> int:
     torch_device = devices.check(args.device or ("cuda:0" if torch.cuda.is_available() else "cpu"))
     device = Device(torch_device)
-    variants = args.variants.split(",") if args.variants else list(VARIANTS)
-    if not (device.cuda or args.variants):
-        variants = list(SLOW)
+    variants = args.variants.split(",") if args.variants else _possible(torch_device)
     for variant in variants:
         if variant not in VARIANTS:
             print(f"error: no variant `{variant}`; there are {', '.join(VARIANTS)}", file=sys.stderr)
             return 1
         if variant in CAPTURED:
             graphs.wanted(RuntimeConfig(cuda_graphs="explicit"), torch_device)
+        if variant in FP8:
+            fp8.require(f"variant `{variant}`", torch_device, compute_dtype(device.cuda), ())
     sequence, anchors = TINY_SIZE if args.shape == "tiny" else SIZE
     args.sequence, args.anchors = args.sequence or sequence, args.anchors or anchors
     if args.anchors >= args.sequence:
@@ -276,12 +277,33 @@ def _run(args: argparse.Namespace, more: More) -> int:
             for variant in names:
                 result = _result(bench, variant, args, report["matmul_tflops"], more)
                 report["results"].append(result)
+                _compare(report["results"])
                 _write(args.json, report)
                 print(_line(result), flush=True)
                 if args.profile and "error" not in result:
                     result["kernels"] = _kernels(bench)
                     _write(args.json, report)
     return int(any("fault" in result for result in report["results"]))
+
+
+def _possible(device: torch.device) -> list[str]:
+    """The variants that are measured unasked; those that the device can't do are told."""
+    if device.type == "cpu":
+        return list(SLOW)
+    try:
+        fp8.require(" and ".join(FP8), device, compute_dtype(True), ())
+    except ModelError as error:
+        print(f"left out: {error}")
+        return [variant for variant in VARIANTS if variant not in FP8]
+    return list(VARIANTS)
+
+
+def _compare(results: list[dict[str, Any]]) -> None:
+    """Give the last one its rate over that of `plain` in the same run and at the same batch, where there is one."""
+    last = results[-1]
+    for base in results[:-1]:
+        if base["variant"] == "plain" and base["batch"] == last["batch"] and not {"error"} & {*base, *last}:
+            last["over_plain"] = round(last["samples_per_s"] / base["samples_per_s"], 2)
 
 
 def _write(path: Path | None, report: dict[str, Any]) -> None:
@@ -361,8 +383,9 @@ def _line(result: dict[str, Any]) -> str:
     peak = f"  {result['peak_gib']} GiB" if "peak_gib" in result else ""
     if peak and "predicted_gib" in result:
         peak += f" (predicted {result['predicted_gib']})"
+    over = f"  {result['over_plain']} times plain" if "over_plain" in result else ""
     mhz = f"  at {result['clock_mhz']} MHz" if "clock_mhz" in result else ""
     return (
-        f"{name} {result['step_ms']} ms a step  {result['samples_per_s']} samples/s  "
+        f"{name} {result['step_ms']} ms a step  {result['samples_per_s']} samples/s{over}  "
         f"{100 * result['share_of_limit']:.1f} % of the limit{mhz}{peak}  host {result['host_ms']} ms  ({phases})"
     )

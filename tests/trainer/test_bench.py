@@ -96,6 +96,9 @@ def test_bench_prints_a_line_a_variant_and_writes_json(
         assert 0 < result["share_of_limit"] < 1
         assert result["kernels"]
         assert ("predicted_gib" in result) == (result["variant"] == "eager")
+    plain, eager = (result["samples_per_s"] for result in report["results"])
+    assert report["results"][1]["over_plain"] == pytest.approx(eager / plain, abs=0.006)
+    assert "over_plain" not in report["results"][0]
     lines = capsys.readouterr().out.splitlines()
     assert [line.split()[0] for line in lines[3:]] == ["batch", "plain", "eager"]
 

@@ -13,6 +13,8 @@ from tests.trainer.pipeline.runs import arguments, events, make_dataset, make_ta
 from tests.trainer.pipeline.streams import FakeRecorder
 from trainer import train
 from trainer.modeling import fp8
+from trainer.pipeline.drafters import Learner
+from trainer.pipeline.lead import Reporter
 from trainer.pipeline.training import Training
 from trainer.runtime import graphs
 from trainer.runtime.devices import Device, Mark
@@ -129,7 +131,31 @@ def test_two_targets_and_two_drafters_on_one_gpu(
     )
     print(f", the first at step {apart}" if apart else "")
     assert sum(curves["off"][-20:]) < sum(curves["off"][:20])
-    assert curves["explicit"] == pytest.approx(curves["off"], rel=1e-2)
+    assert curves["explicit"] == pytest.approx(curves["off"], rel=1e-3), "another order of a sum gave 3e-4"
+
+
+@pytest.mark.gpu
+@pytest.mark.skipif(not torch.cuda.is_available(), reason="needs a CUDA device")
+@pytest.mark.parametrize("topology", ["split", "colocated"])
+def test_a_step_never_asks_the_device_for_a_value(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch, topology: str
+) -> None:
+    """PyTorch raises at whatever makes the host wait for a stream, from step 3 to 18; all workers are at steps then."""
+    parts = make_target(tmp_path / "target", head_dim=16), make_dataset(tmp_path / "data")
+    devices = {"targets": ["cuda:0"] * 2, "drafters": ["cuda:0"] * 2, "topology": topology}
+    tell = Reporter.after_step
+
+    def after_step(self: Reporter, step: int, worker: Learner) -> None:
+        if step in (3, 18):
+            torch.cuda.set_sync_debug_mode("error" if step == 3 else "default")
+        if step in (1, 20):
+            tell(self, step, worker)
+
+    monkeypatch.setattr(Reporter, "after_step", after_step)
+    try:
+        _run(tmp_path, "run", parts, devices=devices, train={"steps": 20})
+    finally:
+        torch.cuda.set_sync_debug_mode("default")
 
 
 @pytest.mark.gpu

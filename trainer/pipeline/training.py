@@ -102,7 +102,7 @@ class Training:
         )
 
     def _exchange_ms(self) -> float:
-        """To fetch another drafter's gradients, and add them, as far as a backward does not hide it. Timed on a part.
+        """To fetch another drafter's gradients, and add them. Timed on a part.
 
         From another device where the run has one; call it while the workers rest.
         """
@@ -115,7 +115,7 @@ class Training:
             part = gradients[:PART].to(other)
             total = part.to(here.torch, torch.float32)
             took = here.milliseconds(lambda: total.add_(here.fetch(part, here.mark())))
-        return took * (len(gradients) - first.flat.early) / len(part)
+        return took * len(gradients) / len(part)
 
     def waits(self) -> Waits:
         """How long devices have waited so far."""
