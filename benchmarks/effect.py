@@ -158,15 +158,16 @@ def add_held_out(
 
 
 def told(runs: list[dict[str, Any]], side: str = "with") -> str:
-    """A line a figure: means without and with, or of another side's, and of the differences."""
+    """A line a figure: means without and with, or of another side's, and of the differences, with its standard error."""
     lines = []
     for figure in runs[0]["without"]:
         pairs = [(run["without"][figure], run[side][figure]) for run in runs]
         without, changed = (statistics.mean(figures) for figures in zip(*pairs, strict=True))
         differences = [b - a for a, b in pairs]
         spread = max(a for a, _ in pairs) - min(a for a, _ in pairs)
+        error = f" +- {statistics.stdev(differences) / len(pairs) ** 0.5:.3f}" if len(pairs) > 1 else ""
         lines.append(
-            f"{figure:<10} without {without:.3f}, with {changed:.3f}, difference {statistics.mean(differences):+.3f} "
+            f"{figure:<10} without {without:.3f}, with {changed:.3f}, difference {statistics.mean(differences):+.3f}{error} "
             f"({min(differences):+.3f} to {max(differences):+.3f} in {len(pairs)} seeds; seeds lie {spread:.3f} apart)"
         )
     return "\n".join(lines)

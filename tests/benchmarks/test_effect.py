@@ -106,7 +106,7 @@ def test_what_is_told_is_the_mean_of_the_pairs() -> None:
         for n, (a, b) in enumerate([(1.0, 1.5), (2.0, 2.25)])
     ]
     assert effect.told(runs).splitlines()[0] == (
-        "loss       without 1.500, with 1.875, difference +0.375 (+0.250 to +0.500 in 2 seeds; seeds lie 1.000 apart)"
+        "loss       without 1.500, with 1.875, difference +0.375 +- 0.125 (+0.250 to +0.500 in 2 seeds; seeds lie 1.000 apart)"
     )
     alone = [{"without": run["without"], "train.gamma": {"loss": 3.0, "acceptance": 4.0}} for run in runs]
-    assert "with 4.000, difference -1.000" in effect.told(alone, "train.gamma").splitlines()[1]
+    assert "with 4.000, difference -1.000 +- 0.000" in effect.told(alone, "train.gamma").splitlines()[1]
