@@ -104,7 +104,7 @@ def launch(
     resume_dir, saved = _resumed(session, resume) if resume else (None, None)
     tell("checking")
     facts = preflight(session, host, profile, release, variables)
-    notes = judge(facts, profile, host, session.transport.label, force=force)
+    notes = [*profile.notes, *judge(facts, profile, host, session.transport.label, force=force)]
     if saved is not None:
         notes = [f"goes on from step {saved:,} of {resume}", *notes]
     starter = Starter(session, host, profile, release, variables, resume_dir, grace, force)

@@ -54,6 +54,15 @@ class Profile:
         values = [getattr(getattr(self.config, section), key) for section, key in PATHS]
         return [value for value in values if value and not value.startswith(trainer_config.BUNDLED)]
 
+    @property
+    def notes(self) -> list[str]:
+        """What is hardly meant: of target and data one is the demo's, for which a key that is left out stands."""
+        named = {"target.model": self.config.target.model, "data.path": self.config.data.path}
+        demo = [key for key, value in named.items() if value.startswith(trainer_config.BUNDLED)]
+        if len(demo) != 1:
+            return []
+        return [f"{demo[0]} is that of the bundled demo; set it in the config unless it is meant"]
+
 
 def bundled_profile() -> Path:
     """The demo that runs when no configuration is named."""

@@ -104,6 +104,13 @@ def test_a_dry_run_shows_every_command_and_changes_nothing(
     ]
 
 
+def test_data_of_the_demo_for_another_target_is_noted(tmp_path: Path, session: Session, host: Host) -> None:
+    config = tmp_path / "train.toml"
+    config.write_text(f"[target]\nmodel = '{tmp_path}'\n")
+    notes = go(session, host, config=config, dry_run=True).notes
+    assert notes == ["data.path is that of the bundled demo; set it in the config unless it is meant"]
+
+
 def test_resume_names_the_other_run(runner: Runner, session: Session, host: Host) -> None:
     go(session, host, name="first")
     runner.ended("first")

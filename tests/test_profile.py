@@ -55,6 +55,20 @@ def test_without_a_config_the_bundled_demo(local: Host) -> None:
     assert profile.warmup == local.warmup
 
 
+@pytest.mark.parametrize(
+    ("text", "key"),
+    [
+        ("", None),
+        ("[target]\nmodel = '/m'\n[data]\npath = '/d'\n", None),
+        ("[target]\nmodel = '/m'\n", "data.path"),
+        ("[data]\npath = '/d'\n", "target.model"),
+    ],
+)
+def test_half_a_demo_is_noted(local: Host, text: str, key: str | None) -> None:
+    notes = load_profile(None, local, text=text, origin="x").notes
+    assert [note.split()[0] for note in notes] == ([key] if key else [])
+
+
 def test_the_file_wins_over_the_host(tmp_path: Path, remote: PctHost) -> None:
     profile = load_profile(
         write(tmp_path, "[devices]\ntargets = ['cuda:7']\n[warmup]\ntargets = 900\n"), remote
