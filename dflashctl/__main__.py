@@ -26,6 +26,9 @@ def main() -> None:
         code = 130
     if ours:
         signal.signal(signal.SIGINT, signal.SIG_DFL)  # what Python does at its end tells of an exception
+    # Ctrl-C within an eval of text (types of options are read so) is noted there, and `python -m` would end by SIGINT
+    # instead of giving our code; the next eval forgets it
+    eval("0")
     sys.exit(code)
 
 

@@ -203,6 +203,22 @@ def test_ctrl_c_within_an_import_is_quiet_and_not_lost(bare_cli, tmp_path, entry
     assert (done.returncode, done.stdout, done.stderr) == (130, "", "")
 
 
+def test_ctrl_c_within_an_eval_gives_its_code_too(bare_cli):
+    """Python notes a KeyboardInterrupt that leaves text it evaluates, and would end by SIGINT though it was answered."""
+    (bare_cli.home / "strike.py").write_text(
+        "import os, sys\nfrom dflashctl import __main__\nfrom dflashctl.cli import app\n"
+        "app.run = lambda words: eval('os.kill(os.getpid(), 2)', {'os': os})\n__main__.main()\n"
+    )
+    done = subprocess.run(
+        [sys.executable, "-m", "strike"],
+        env=bare_cli.environment,
+        cwd=bare_cli.home,
+        capture_output=True,
+        text=True,
+    )
+    assert (done.returncode, done.stdout, done.stderr) == (130, "", "")
+
+
 def test_ctrl_c_that_the_caller_ignores_stays_ignored(bare_cli):
     (bare_cli.home / "typer.py").write_text(STANDIN.replace("DO", "ctrl_c()"))
     done = bare_cli("--version", preexec_fn=lambda: signal.signal(signal.SIGINT, signal.SIG_IGN))
