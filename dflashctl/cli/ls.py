@@ -46,6 +46,8 @@ def ls(
     chosen = [known.get(host)] if host is not None else [h for h in known if h.trainable]
     places = [reach.Place(h, known, accept_new, may_ask=False) for h in chosen]
     messages = terminal.stderr()
+    if known.path is None and host is None:
+        messages.print("no hosts.toml: this machine alone is asked")
     messages.transient(f"asking {', '.join(place.host.name for place in places)}")
     try:
         answers = ask_all(places, limit)

@@ -36,7 +36,8 @@ class Place:
             confirm=_confirm if self.may_ask and sys.stdin.isatty() else None,
             accept_new=self.accept_new,
         )
-        return Session.on(self.host, transport, owns_transport=True)
+        remark = "" if self.hosts.path else "; no hosts.toml was found here, above or in ~/.config/dflashctl"
+        return Session.on(self.host, transport, owns_transport=True, remark=remark)
 
     def parent(self) -> Transport:
         """The way to the host that the container is on. Not opened yet."""

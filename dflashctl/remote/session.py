@@ -89,6 +89,7 @@ class Session:
         path: PATH of the agent.
         timeout: seconds within which the agent must be up.
         owns_transport: closing the session closes its transport too.
+        remark: said after the place where the agent refuses something.
 
     Attributes:
         begin: the agent's first words: python, executable, pid, user, boot_id, hostname.
@@ -104,6 +105,7 @@ class Session:
         path: str = PATH,
         timeout: float = 30.0,
         owns_transport: bool = False,
+        remark: str = "",
     ) -> None:
         self.transport = transport
         self.python = python
@@ -111,6 +113,7 @@ class Session:
         self.path = path
         self.timeout = timeout
         self.owns_transport = owns_transport
+        self.remark = remark
         self.begin: dict[str, Any] = {}
         self.start_seconds = 0.0
         self._channel: Channel | None = None
@@ -119,7 +122,9 @@ class Session:
         self._next_id = 0
 
     @classmethod
-    def on(cls, host: Host, transport: Transport, *, owns_transport: bool = False) -> Session:
+    def on(
+        cls, host: Host, transport: Transport, *, owns_transport: bool = False, remark: str = ""
+    ) -> Session:
         """The session for a host of hosts.toml. Its PATH: the host's `environment.PATH`, on this machine our own."""
         path = host.environment.get("PATH") or (
             os.environ.get("PATH") if isinstance(host, LocalHost) else None
@@ -130,6 +135,7 @@ class Session:
             workspace=host.workspace,
             path=path or PATH,
             owns_transport=owns_transport,
+            remark=remark,
         )
 
     def __enter__(self) -> Session:
@@ -377,5 +383,7 @@ class Session:
         if not isinstance(error, dict) or not all(isinstance(value, str) for value in error.values()):
             raise self._nonsense("sent what is no answer")
         raise ERRORS.get(error.get("code", ""), DflashError)(
-            error.get("message", ""), hint=error.get("hint", ""), where=f"on {self.transport.label}"
+            error.get("message", ""),
+            hint=error.get("hint", ""),
+            where=f"on {self.transport.label}{self.remark}",
         )

@@ -27,6 +27,14 @@ def test_no_run_yet(cli):
     shown = cli("status")
     assert (shown.returncode, shown.stdout) == (6, "")
     assert "dflashctl launch" in shown.stderr
+    assert "no hosts.toml" not in shown.stderr
+
+
+def test_no_run_where_no_hosts_file_was_found(bare_cli):
+    shown = bare_cli("status")
+    assert shown.returncode == 6
+    assert "\n  on local; no hosts.toml was found here, above or in ~/.config/dflashctl\n" in shown.stderr
+    assert bare_cli("ls").stderr == "no hosts.toml: this machine alone is asked\n"
 
 
 def test_a_finished_run(cli, started, runner):
