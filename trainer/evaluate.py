@@ -8,7 +8,6 @@ The loop itself: trainer/modeling/decoding.py. What each figure means: docs/meth
 from __future__ import annotations
 
 import argparse
-import copy
 import dataclasses
 import json
 import sys
@@ -16,6 +15,8 @@ from collections.abc import Callable, Sequence
 from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
+
+import torch
 
 from trainer.config import resolve
 from trainer.data.prompts import read_prompts
@@ -177,7 +178,11 @@ def _placed(drafter: Drafter, target: Target) -> Drafter:
     weight = drafter.fc.weight
     if weight.device == target.device and weight.dtype == target.dtype:
         return drafter
-    return copy.deepcopy(drafter).to(target.device, target.dtype)
+    with torch.device("meta"):
+        copied = Drafter(drafter.config)
+    # made where it will be: the device that the drafter is on may have no room for another
+    copied.to(target.dtype).to_empty(device=target.device).load_state_dict(drafter.state_dict())
+    return copied
 
 
 def add_arguments(parser: argparse.ArgumentParser) -> None:

@@ -170,7 +170,8 @@ class Events:
     def memory_measured(
         self, *, device: str, when: str, predicted: int, allocated: int, reserved: int
     ) -> None:
-        """Peak bytes of PyTorch's allocator so far, beside those predicted for that moment. when: "warm-up" or "steps"."""
+        """Peak bytes of PyTorch's allocator so far, beside those predicted for that moment. when: "warm-up", "steps" or
+        "evaluation"."""
         self.emit(
             "memory_measured",
             f"Memory of {device} after the {when}: peak {allocated / 2**30:.2f} GiB, predicted {predicted / 2**30:.2f} "

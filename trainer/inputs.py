@@ -63,12 +63,19 @@ class Inputs:
         )
         return base, TargetSize.of(load_config(path)), load_target
 
-    def prompts(self, config: Config, dataset: Dataset) -> list[list[int]]:
-        """Token ids of the evaluation's prompts, rendered as the data was: the mode that the drafter is trained in."""
+    def with_prompts(self, plan: Plan) -> tuple[Plan, list[list[int]]]:
+        """The plan for a node that evaluates, and token ids of its prompts, if it has any: rendered as the data was, in the
+        mode that the drafter is trained in. Raises DataError, ModelError."""
+        config, meta = plan.config, plan.dataset.meta
+        if not config.evaluate.prompts:
+            return plan, []
         tokenizer = load_tokenizer(self.path(config.target.model))
-        prompts = self.path(config.evaluate.prompts)
-        mode = (dataset.meta.get("template_arguments"), dataset.meta.get("template"))
-        return read_prompts(prompts, tokenizer, config.evaluate.count, *mode)
+        path, mode = (
+            self.path(config.evaluate.prompts),
+            (meta.get("template_arguments"), meta.get("template")),
+        )
+        prompts = read_prompts(path, tokenizer, config.evaluate.count, *mode)
+        return dataclasses.replace(plan, prompt=max(map(len, prompts))), prompts
 
     def _open_data(self, config: Config) -> tuple[Dataset, BatchPlan]:
         events = self.events

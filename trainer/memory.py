@@ -14,6 +14,7 @@ from typing import Any, NamedTuple
 import torch
 from torch import nn
 
+from trainer.modeling.cache import capacity_for
 from trainer.modeling.decoder import DecoderLayer
 from trainer.modeling.drafter import Drafter
 from trainer.modeling.layout import DrafterConfig
@@ -205,6 +206,43 @@ def target_step(size: TargetSize, shape: DrafterConfig, batch: Shape, itemsize: 
     read = len(shape.target_layer_ids)
     layer = (read + 4) * size.hidden + 4 * size.intermediate
     return itemsize * batch.rows * batch.length * max(layer, (2 * read + 1) * size.hidden)
+
+
+def evaluation(
+    size: TargetSize, shape: DrafterConfig, prompt: int, new_tokens: int, itemsize: int, sampled: bool
+) -> int:
+    """What decoding a prompt takes at its height beside the weights, with the drafter and without (`modeling/decoding.py`).
+
+    Keys and values are kept of all layers; what else is there comes on top. That is most either while the prompt is read
+    (the features after their layers, and what one layer computes, or the features once more, side by side); or in the first
+    cycle, when the prompt's features are still there; or in the last one, when most is kept.
+
+    Args:
+        prompt: tokens, at least 1.
+        new_tokens: as `evaluate.max_new_tokens`.
+        itemsize: bytes an element of the target's dtype, c below.
+        sampled: at a temperature above 0.
+    """
+    c, block, d = itemsize, shape.block_size, shape.hidden_size
+    wide, narrow = (n * shape.head_dim for n in (shape.num_attention_heads, shape.num_key_value_heads))
+    kept = 2 * narrow * shape.num_target_layers
+    read = len(shape.target_layer_ids) * d
+    # the embedded tokens, the layer's input, residual and its norm, three tensors of the MLP's width; or heads in float32
+    # in their norm, or being rotated
+    layer = max(4 * d + 3 * size.intermediate, 3 * d + max(wide + 8 * wide // c, 4 * wide + 2 * narrow))
+    prefill = c * prompt * (kept + read + max(read, layer))
+    if new_tokens == 1:
+        return prefill
+
+    def cycle(end: int, features: int) -> int:
+        """`end`: the tokens before it and its block; a masked attention has a key and a value for every query head."""
+        own = 2 * narrow * shape.num_hidden_layers * capacity_for(end)
+        computed = max(2 * wide * end + block * (3 * d + 2 * wide), block * layer)
+        mask = (1 + 2 * c) * block * end
+        logits = block * shape.vocab_size * (max(2 * c, c + 8) if sampled else 2 * c)
+        return c * (kept * end + own + (features + block) * read + computed) + mask + logits
+
+    return max(prefill, cycle(prompt + block, prompt), cycle(prompt + new_tokens - 2 + block, block))
 
 
 def one_after_the_other(

@@ -54,6 +54,7 @@ def run(args: argparse.Namespace) -> int:
         config = load(args.config)
         config = dataclasses.replace(config, devices=placed(config.devices))
         base, size, load_target = inputs.plan(config)
+        base, _ = inputs.with_prompts(base)
         here = here_for(args.config, config.devices)
         there = [torch.device(name) for name in here]
         require_fp8(config, base.shape, size, there, there)

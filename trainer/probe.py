@@ -75,8 +75,8 @@ def fitting(
 ) -> list[Placement]:
     """Ways to share out devices that have room for what they would hold; ask before anything is loaded.
 
-    Where a way does not fit in the order of `names`, it is tried with the devices in the order of what they have free: the
-    least room is left to the targets, or to the drafters. With runtime.memory = "warn" all ways have room as they are.
+    Where a way does not fit in the order of `names`, the devices with the most free get what takes most. With runtime.memory
+    = "warn" all ways have room as they are.
 
     Args:
         plan, size, free: as in `room.predict`.
@@ -89,8 +89,8 @@ def fitting(
     shapes = room.shapes_of(plan)
     have = {torch.device(name): free(torch.device(name)) for name in names}
 
-    def fits(way: Placement) -> bool:
-        return all(p.fits for p in room.predict(plan.on(way), size, shapes, have.__getitem__))
+    def predict(way: Placement) -> list[room.Prediction]:
+        return room.predict(plan.on(way), size, shapes, have.__getitem__)
 
     def room_on(name: str) -> float:
         there = have[torch.device(name)]
@@ -99,11 +99,13 @@ def fitting(
     freest = sorted(names, key=room_on, reverse=True)
     found: list[Placement] = []
     for count in range(len(names), 0 if spare else len(names) - 1, -1):
-        kept = freest[:count]
-        orders = ([name for name in names if name in kept], kept, kept[::-1])
-        for alike in zip(*(placements(order, drafters) for order in orders), strict=True):
-            if not any(_exceeds(other, alike[0]) for other in found):
-                found += next(([way] for way in alike if fits(way)), [])
+        kept = [name for name in names if name in freest[:count]]
+        for way in placements(kept, drafters):
+            if any(_exceeds(other, way) for other in found):
+                continue
+            asked = sorted(predict(way), key=lambda p: -p.total)
+            better = way.moved(dict(zip((str(p.device) for p in asked), freest, strict=False)))
+            found += next(([w] for w in (way, better) if all(p.fits for p in predict(w))), [])
     return found
 
 
@@ -147,7 +149,7 @@ def left_out(
 def _with(way: Placement, name: str, drafters: int) -> list[Placement]:
     """Ways like this one that use another device: as one more, or instead of one where drafters can't be more."""
     if way.colocated:
-        both = (*way.targets[bool(drafters) :], name)
+        both = (*way.targets[: -1 if drafters else None], name)
         return [Placement(both, both, colocated=True)]
     more = [Placement((*way.targets, name), way.drafters)]
     return more if drafters else [*more, Placement(way.targets, (*way.drafters, name))]

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import dataclasses
 from collections.abc import Callable, Iterator, Mapping
 from dataclasses import dataclass
 
@@ -15,6 +16,7 @@ from trainer.memory import (
     batch_bytes,
     drafter_parameters,
     drafter_step,
+    evaluation,
     fp8_head_bytes,
     optimizer_bytes,
     target_step,
@@ -29,13 +31,15 @@ OUTSIDE = 1 << 29
 """Bytes a process takes of a GPU beside its tensors: CUDA's context (counted as taken by the time we ask), cuBLAS and
 loaded kernels. An estimate."""
 
+EVALUATION = "evaluation"
+
 
 @dataclass(frozen=True)
 class Prediction:
     """Of one device, bytes.
 
     Attributes:
-        items: by name, all at their height together.
+        items: by name, all at their height together. "evaluation" is what it takes beyond all that is free while it runs.
         later: of them, what comes only once batches flow: not there at the end of the warm-up.
         outside: taken beside PyTorch's allocator.
         free: what the device had when it was asked; None where nothing can say (a CPU).
@@ -52,9 +56,14 @@ class Prediction:
         return sum(self.items.values()) + self.outside
 
     @property
+    def trained(self) -> int:
+        """What PyTorch's allocator will have given out at most by the last step, if there was no evaluation before."""
+        return sum(self.items.values()) - self.items.get(EVALUATION, 0)
+
+    @property
     def warm(self) -> int:
-        """What PyTorch's allocator will have given out at most by the end of the warm-up."""
-        return sum(self.items.values()) - self.later
+        """The same at the end of the warm-up."""
+        return self.trained - self.later
 
     @property
     def fits(self) -> bool:
@@ -123,6 +132,13 @@ def _predict(
     # a drafter multiplies in its thread and, backward, in autograd's
     threads = 2 * drafters + (0 if plan.colocated else targets)
     items["cuBLAS workspaces"] = threads * workspace(device)
+    if plan.prompt and device == plan.target_devices[0]:
+        # what workers that rest have given back; graphs keep theirs
+        passing = ["batches", "gradients of others"]
+        passing += [] if captured else ["activations", "loss or backward"]
+        passing += [] if captured and size.by_layer else ["target step"]
+        given_back = sum(items.get(name, 0) for name in passing)
+        items[EVALUATION] = max(0, _of_evaluation(plan, size, device) - given_back)
     batch = max(batch_bytes(plan.shape, s, plan.dtype(device).itemsize) for s in shapes)
     made = 0 if captured else drafters * batch  # in the warm-up
     return Prediction(
@@ -179,6 +195,16 @@ def _of_drafters(
     return items
 
 
+def _of_evaluation(plan: Plan, size: TargetSize, device: torch.device) -> int:
+    """Bytes that decoding takes at its height on the first target's device, where the first drafter comes to it."""
+    settings, dtype = plan.config.evaluate, resolve_dtype(plan.config.target.dtype, device)
+    how = (settings.max_new_tokens, dtype.itemsize, settings.temperature > 0)
+    taken = evaluation(size, plan.shape, plan.prompt, *how) + workspace(device)  # by the main thread
+    if plan.drafter_devices[0] != device or plan.dtype(device) != dtype:
+        taken += dtype.itemsize * drafter_parameters(plan.shape)
+    return taken
+
+
 def _in_flight(plan: Plan) -> int:
     """Batches of one drafter at most: waiting in the channel, in use, and finished by a target that waits for room."""
     if plan.colocated:
@@ -195,7 +221,7 @@ def refuse_what_does_not_fit(plan: Plan, target: TargetSize, predictions: list[P
         for p in predictions
         if not p.fits
     )
-    fixes = [f"{key} = {value}" for key, value in _fixes(plan, target, predictions)]
+    fixes = list(_fixes(plan, target, predictions))
     advice = (
         f"Any one of these fits: {', '.join(fixes)}"
         if fixes
@@ -214,23 +240,38 @@ def free_on(prediction: Prediction) -> str:
     return f"{gib(prediction.free or 0)} free{held}"
 
 
-def _fixes(plan: Plan, target: TargetSize, predictions: list[Prediction]) -> Iterator[tuple[str, int]]:
+def _fixes(plan: Plan, target: TargetSize, predictions: list[Prediction]) -> Iterator[str]:
     """Of each setting that lowers the need, the largest value that fits by itself."""
     free = {p.device: p.free for p in predictions}
-    knobs = (
-        ("train.batch_size", "rows", plan.config.train.batch_size, 1),
-        ("train.anchors", "anchors", plan.config.train.anchors, 16),
-        ("data.max_length", "length", max(plan.batches.lengths), 64),
-    )
 
-    for key, name, now, step in knobs:
+    def fits(changed: Plan, **shape: int) -> bool:
+        made = predict(changed, target, shapes_of(changed, **shape), free.__getitem__)
+        return all(p.fits for p in made)
+
+    def generating(tokens: int) -> Plan:
+        settings = dataclasses.replace(plan.config.evaluate, max_new_tokens=tokens)
+        return dataclasses.replace(plan, config=dataclasses.replace(plan.config, evaluate=settings))
+
+    def reading(tokens: int) -> Plan:
+        return dataclasses.replace(plan, prompt=tokens)
+
+    train, evaluated = plan.config.train, plan.config.evaluate
+    knobs: list[tuple[str, int, int, Callable[[int], bool]]] = [
+        ("train.batch_size = {}", train.batch_size, 1, lambda n: fits(plan, rows=n)),
+        ("train.anchors = {}", train.anchors, 16, lambda n: fits(plan, anchors=n)),
+        ("data.max_length = {}", max(plan.batches.lengths), 64, lambda n: fits(plan, length=n)),
+        ("evaluate.max_new_tokens = {}", evaluated.max_new_tokens, 1, lambda n: fits(generating(n))),
+        ("evaluate.prompts of {} tokens at most", plan.prompt, 1, lambda n: fits(reading(n))),
+    ]
+    for told, now, step, will_do in knobs:
         low, high = 0, (now - 1) // step  # multiples of `step`; `low` fits or is 0
         while low < high:
             middle = (low + high + 1) // 2
-            made = predict(plan, target, shapes_of(plan, **{name: middle * step}), free.__getitem__)
-            low, high = (middle, high) if all(p.fits for p in made) else (low, middle - 1)
+            low, high = (middle, high) if will_do(middle * step) else (low, middle - 1)
         if low:
-            yield key, low * step
+            yield told.format(low * step)
+    if fits(reading(0)):
+        yield 'evaluate.prompts = "" (python -m trainer evaluate measures afterwards)'
 
 
 def look_ahead(plan: Plan, target: TargetSize, events: Events) -> list[Prediction]:
@@ -245,18 +286,20 @@ def look_ahead(plan: Plan, target: TargetSize, events: Events) -> list[Predictio
     return predictions
 
 
-def compare(predictions: list[Prediction], events: Events, when: str) -> None:
+def compare(predictions: list[Prediction], events: Events, when: str, evaluated: bool = False) -> None:
     """Tell what was predicted and what PyTorch's allocator counted so far; nothing for a CPU, where nobody counts.
 
     Args:
-        when: "warm-up" or "steps".
+        when: "warm-up", "steps" or "evaluation".
+        evaluated: whether an evaluation has taken place.
     """
     for p in predictions:
+        so_far = p.warm if when == "warm-up" else p.trained
         if p.device.type == "cuda":
             events.memory_measured(
                 device=str(p.device),
                 when=when,
-                predicted=p.warm if when == "warm-up" else p.total - p.outside,
+                predicted=so_far + (p.items.get(EVALUATION, 0) if evaluated else 0),
                 allocated=torch.cuda.max_memory_allocated(p.device),
                 reserved=torch.cuda.max_memory_reserved(p.device),
             )

@@ -162,10 +162,8 @@ class Run:
         base, size, load_target = inputs.plan(config, self._done, nodes.rank)
         config = base.config
         require_fp8(config, base.shape, size, targets, drafters)
-        if (
-            config.evaluate.prompts and nodes.leads
-        ):  # now: a wrong path is not to come to light after training
-            self._prompts = inputs.prompts(config, base.dataset)
+        if nodes.leads:  # now: a wrong path is not to come to light after training
+            base, self._prompts = inputs.with_prompts(base)
         present = self._place(base, size, load_target, found)
         plan = base.on(present, tuple(nodes.gather(len(present.drafters))))
         settings = checkpoint.settings(plan.config, base.dataset.fingerprint(), plan.all_drafters)
@@ -237,18 +235,20 @@ class Run:
         training.start_drafters(reporter)
         room.compare(predictions, self._crew.events, "warm-up")
         probe.advise(self._crew.events, training.costs(), present, ways)
-        if self._prompts and plan.config.evaluate.at_start and not plan.first:
+        evaluated = bool(self._prompts) and plan.config.evaluate.at_start and not plan.first
+        if evaluated:
             self._evaluate(training, "untrained")
         nodes.require_same({"weights at the start (checksum)": training.drafters[0].optimizer.checksum()})
         with self._signals.deferred(course.request_stop):
             reporter.begin()
             training.train()
-        room.compare(predictions, self._crew.events, "steps")
+        room.compare(predictions, self._crew.events, "steps", evaluated)
         self._done, self.stopped = course.last, course.stopped
         if course.stopped and not self._signals.received:
             print("Another node was asked to stop: this one has stopped with it", flush=True)
         if self._prompts and not (course.stopped or self._signals.received):
             self._evaluate(training, "trained")
+            room.compare(predictions, self._crew.events, "evaluation", evaluated=True)
         nodes.close()
 
     def _evaluate(self, training: Training, what: str) -> None:

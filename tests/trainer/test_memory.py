@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import dataclasses
 import sys
 import types
 import weakref
@@ -18,7 +19,16 @@ from torch.utils._pytree import tree_leaves
 import trainer.kernels
 from tests.trainer.pipeline.runs import make_target
 from trainer import bench, memory
-from trainer.memory import Shape, TargetSize, batch_bytes, drafter_step, optimizer_bytes, target_step
+from trainer.evaluate import evaluate
+from trainer.memory import (
+    Shape,
+    TargetSize,
+    batch_bytes,
+    drafter_step,
+    evaluation,
+    optimizer_bytes,
+    target_step,
+)
 from trainer.modeling import attention
 from trainer.modeling.drafter import Drafter
 from trainer.modeling.losses import block_loss
@@ -50,7 +60,7 @@ class LiveBytes(TorchDispatchMode):
     def __torch_dispatch__(self, func: Any, types: Any, args: Any = (), kwargs: Any = None) -> Any:
         out = func(*args, **(kwargs or {}))
         for tensor in tree_leaves(out):
-            if isinstance(tensor, Tensor):
+            if isinstance(tensor, Tensor) and not tensor.is_meta:
                 self._count(tensor.untyped_storage())
         return out
 
@@ -227,3 +237,75 @@ def test_a_device_that_is_not_there_counts_as_the_first(monkeypatch: pytest.Monk
     monkeypatch.setattr(torch.cuda, "device_count", lambda: 2)
     monkeypatch.setattr(torch.cuda, "get_device_capability", capability)
     assert [memory.workspace(torch.device("cuda", n)) >> 20 for n in (0, 1, 7)] == [32, 8, 32]
+
+
+def _pair(
+    work: Workload, dtype: torch.dtype, device: torch.device = CPU, **other: int
+) -> tuple[Target, Drafter]:
+    """A target and a drafter for it, of random weights. other: settings of the target's configuration to change."""
+    from transformers import AutoModelForCausalLM
+
+    config = target_config(work.shape)
+    for key, value in other.items():
+        setattr(config, key, value)
+    with device:
+        model: Any = AutoModelForCausalLM.from_config(config, attn_implementation="sdpa")
+    shape = drafter_config(work)
+    shape = dataclasses.replace(shape, **{k: v for k, v in other.items() if hasattr(shape, k)})
+    return Target(model.to(dtype), shape.target_layer_ids), Drafter(shape).to(device, dtype)
+
+
+DECODINGS: list[tuple[int, int, int, float, torch.dtype, dict[str, int]]] = [
+    (400, 1, 16, 0, torch.float32, {}),  # the prompt is read
+    (400, 3, 16, 0, torch.bfloat16, {"num_attention_heads": 16}),  # and heads are wider than the MLP
+    (300, 3, 16, 0, torch.float32, {"intermediate_size": 64}),  # the first cycle
+    (24, 12, 16, 0, torch.bfloat16, {}),  # the last one
+    (58, 8, 4, 0, torch.bfloat16, {"intermediate_size": 32}),  # for which the drafter's buffers have grown
+    (20, 3, 16, 0, torch.float32, {"vocab_size": 8192}),  # logits
+    (20, 3, 16, 1, torch.bfloat16, {"vocab_size": 8192}),  # and samples
+]
+
+
+@pytest.mark.parametrize(("prompt", "new", "block", "temperature", "dtype", "other"), DECODINGS)
+def test_the_height_of_an_evaluation(
+    prompt: int, new: int, block: int, temperature: float, dtype: torch.dtype, other: dict[str, int]
+) -> None:
+    """Whichever part of decoding takes most."""
+    target, drafter = _pair(Workload("tiny", 1, 64, 6, block, 5), dtype, **other)
+    size = TargetSize.of(target.config)
+    known = [*target.model.parameters(), *target.model.buffers(), *drafter.parameters(), *drafter.buffers()]
+    with LiveBytes(*known) as live:
+        how: Any = {"max_new_tokens": new, "temperature": temperature, "plain": new == 1}
+        evaluate(target, drafter, [[7] * prompt], **how)
+    taken = evaluation(size, drafter.config, prompt, new, dtype.itemsize, temperature > 0)
+    assert 0.97 * live.peak < taken < 1.1 * live.peak
+
+
+def test_a_drafter_that_comes_to_the_target_is_there_once() -> None:
+    target, drafter = _pair(Workload("tiny", 1, 64, 6, 16, 5), torch.bfloat16)
+    size, drafter = TargetSize.of(target.config), drafter.float()
+    known = [*target.model.parameters(), *target.model.buffers(), *drafter.parameters(), *drafter.buffers()]
+    with LiveBytes(*known) as live:
+        evaluate(target, drafter, [[7] * 40], max_new_tokens=4, plain=False)
+    copied = 2 * memory.drafter_parameters(drafter.config)
+    assert evaluation(size, drafter.config, 40, 4, 2, False) + copied == pytest.approx(live.peak, rel=0.05)
+
+
+@pytest.mark.gpu
+@pytest.mark.skipif(not torch.cuda.is_available(), reason="needs a CUDA device")
+@pytest.mark.timeout(300)
+@pytest.mark.parametrize(("prompt", "new", "temperature"), [(4000, 8, 0), (60, 500, 0), (60, 40, 1)])
+def test_the_height_of_an_evaluation_on_a_gpu(prompt: int, new: int, temperature: float) -> None:
+    """A target of 0.6B and its drafter, in bfloat16."""
+    device = torch.device("cuda:0")
+    target, drafter = _pair(Workload("0.6B", 1, 64, 6, 16, 5), torch.bfloat16, device)
+    size = TargetSize.of(target.config)
+    before = torch.cuda.memory_allocated(device)
+    torch.cuda.reset_peak_memory_stats(device)
+    evaluate(target, drafter, [[7] * prompt], max_new_tokens=new, temperature=temperature)
+    peak = torch.cuda.max_memory_allocated(device) - before
+    taken = evaluation(size, drafter.config, prompt, new, 2, temperature > 0) + memory.workspace(device)
+    print(
+        f"{prompt} + {new} tokens, T={temperature}: peak {peak / 2**20:.1f} MiB, predicted {taken / 2**20:.1f}"
+    )
+    assert taken == pytest.approx(peak, rel=0.1)

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import dataclasses
 import json
 from pathlib import Path
 
@@ -12,6 +13,7 @@ from tests.trainer.pipeline.runs import write_config
 from trainer import plan, room
 from trainer.__main__ import main
 from trainer.config import load
+from trainer.inputs import Inputs
 from trainer.pipeline.balance import Costs, Placement
 from trainer.plan import here_for
 
@@ -45,9 +47,16 @@ def test_a_table_for_each_size_of_batch(
     assert lines[-1].startswith("fastest: ")
 
 
-def test_without_options_what_is_configured(config: Path, capsys: pytest.CaptureFixture[str]) -> None:
+def test_without_options_what_is_configured(
+    config: Path, monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
+) -> None:
+    """The evaluation's memory too, here of a prompt of a million tokens."""
+    monkeypatch.setattr(
+        Inputs, "with_prompts", lambda self, plan: (dataclasses.replace(plan, prompt=10**6), [])
+    )
     assert main(["plan", "--config", str(config)]) == 0
-    assert "  1 colocated " in capsys.readouterr().out
+    (way,) = [line for line in capsys.readouterr().out.splitlines() if line.startswith("  1 colocated ")]
+    assert way.endswith(" GiB at most a device  best")
 
 
 def test_what_fits_nowhere_is_said(

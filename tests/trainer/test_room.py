@@ -4,6 +4,8 @@ from __future__ import annotations
 
 import dataclasses
 import itertools
+import json
+import shutil
 import subprocess
 import sys
 from pathlib import Path
@@ -14,8 +16,8 @@ import pytest
 import torch
 
 from tests.trainer.pipeline.runs import arguments, events, make_dataset, write_config
-from trainer import room, train
-from trainer.config import ConfigError, parse
+from trainer import memory, room, train
+from trainer.config import ConfigError, parse, resolve
 from trainer.memory import Shape, TargetSize, batch_bytes
 from trainer.pipeline.plan import Plan
 from trainer.runtime import nvml
@@ -134,6 +136,88 @@ def test_what_does_not_fit_is_refused_with_what_would(
         room.refuse_what_does_not_fit(plan, size, room.predict(plan, size, room.shapes_of(plan)))
 
 
+def _evaluating(plan: Plan, prompt: int, **runtime: str) -> Plan:
+    config = dataclasses.replace(plan.config, runtime=dataclasses.replace(plan.config.runtime, **runtime))
+    return dataclasses.replace(plan, config=config, prompt=prompt)
+
+
+def test_an_evaluation_takes_what_a_step_has_given_back_and_more_where_that_is_not_enough(
+    free: dict[str, float], monkeypatch: pytest.MonkeyPatch
+) -> None:
+    size = TargetSize.of(target_config("8B"))
+    monkeypatch.setattr(room, "workspace", lambda device: 32 << 20)
+
+    def items(plan: Plan, size: TargetSize = size) -> list[dict[str, int]]:
+        return [dict(p.items) for p in room.predict(plan, size, room.shapes_of(plan))]
+
+    def taken(plan: Plan) -> list[int]:
+        return [each.get("evaluation", 0) for each in items(plan)]
+
+    split, both = _plan(2, 1), _plan(0, 2, colocated=True)
+    copied = 2 * memory.drafter_parameters(split.shape)
+    step = items(split)[0]["target step"]
+    for prompt in (500, 20_000):
+        alone = (32 << 20) + memory.evaluation(size, split.shape, prompt, 128, 2, sampled=False)
+        assert taken(_evaluating(split, prompt)) == [alone + copied - step, 0, 0], "the drafter comes to it"
+        captured = _evaluating(split, prompt, cuda_graphs="explicit")
+        assert taken(captured) == [alone + copied, 0, 0], "a graph's memory stays its own"
+        whole = items(captured, dataclasses.replace(size, by_layer=False))[0]
+        assert whole["evaluation"] == alone + copied - whole["target step"], "where it has none"
+        assert taken(_evaluating(both, prompt)) == [0, 0], "in the memory of its steps"
+        first = items(_evaluating(both, prompt, cuda_graphs="explicit"))[0]
+        passing = first["batches"] + first["gradients of others"]
+        assert first.get("evaluation", 0) == max(0, alone - passing)
+    wide = _evaluating(split, 20_000, cuda_graphs="explicit", drafter_dtype="float32")
+    first = items(dataclasses.replace(wide, drafter_devices=wide.target_devices[:1]))[0]
+    assert first["evaluation"] == alone + copied - first["batches"], "another dtype is another copy"
+    assert taken(_evaluating(both, 200_000))[0] > 0
+    assert taken(split) == [0, 0, 0]
+
+
+@pytest.mark.parametrize(
+    ("prompt", "new", "shorter", "fewer"),
+    [(20_000, 128, True, False), (100, 30_000, False, True), (3_000, 17_000, True, True)],
+)
+def test_an_evaluation_that_does_not_fit_is_refused_with_what_would(
+    prompt: int, new: int, shorter: bool, fewer: bool
+) -> None:
+    size = TargetSize.of(target_config("8B"))
+
+    def made(prompt: int, new: int) -> tuple[Plan, list[room.Prediction]]:
+        plan = _evaluating(_plan(1, 1), prompt)
+        settings = dataclasses.replace(plan.config.evaluate, max_new_tokens=new)
+        plan = dataclasses.replace(plan, config=dataclasses.replace(plan.config, evaluate=settings))
+        return plan, room.predict(plan, size, room.shapes_of(plan), have.get)
+
+    have: dict[torch.device, int] = {}
+    whole = made(prompt, new)[1][0]
+    have[whole.device] = whole.total - (1 << 28)
+    plan, predictions = made(prompt, new)
+    with pytest.raises(ConfigError, match=r"evaluation \d\.\d GiB") as caught:
+        room.refuse_what_does_not_fit(plan, size, predictions)
+    *fixes, last = str(caught.value).split("fits: ")[1].split(". ")[0].split(", ")
+    assert last == 'evaluate.prompts = "" (python -m trainer evaluate measures afterwards)'
+    tokens = {fix.split()[0]: int(fix.split()[2]) for fix in fixes}
+    assert list(tokens) == ["evaluate.max_new_tokens"] * fewer + ["evaluate.prompts"] * shorter
+    for key, most in tokens.items():
+        for more in (0, 1):
+            asked = (prompt, most + more) if key == "evaluate.max_new_tokens" else (most + more, new)
+            assert made(*asked)[1][0].fits == (more == 0)
+
+
+def test_what_is_compared_is_what_has_happened_by_then(monkeypatch: pytest.MonkeyPatch) -> None:
+    for name in ("max_memory_allocated", "max_memory_reserved"):
+        monkeypatch.setattr(torch.cuda, name, lambda device: 1 << 30)
+    told: list[int] = []
+    listener: Any = SimpleNamespace(memory_measured=lambda **fields: told.append(fields["predicted"]))
+    items = {"target weights": 100, "batches": 20, "evaluation": 3}
+    prediction = room.Prediction(torch.device("cuda:0"), items, later=20, outside=7)
+    assert prediction.total == 130
+    for when, evaluated in (("warm-up", False), ("steps", False), ("steps", True), ("evaluation", True)):
+        room.compare([prediction], listener, when, evaluated)
+    assert told == [100, 120, 123, 123]
+
+
 @pytest.mark.parametrize("how", ["refuse", "warn"])
 def test_a_run_is_refused_before_anything_is_loaded(
     tmp_path: Path,
@@ -160,7 +244,8 @@ def test_a_run_is_refused_before_anything_is_loaded(
     ("topology", "captured"), list(itertools.product(("split", "colocated"), ("off", "explicit")))
 )
 def test_peaks_on_a_gpu_are_as_predicted(tmp_path: Path, topology: str, captured: str) -> None:
-    """A target of 8 layers and width 1024 and its drafter on one GPU: within a tenth after the warm-up and the run."""
+    """A target of 8 layers and width 1024 and its drafter on one GPU: within a tenth after the warm-up, the last step and the
+    evaluation of a prompt of 3,895 tokens."""
     from transformers import Qwen3Config, Qwen3ForCausalLM
 
     with torch.device("cuda:0"):
@@ -182,6 +267,10 @@ def test_peaks_on_a_gpu_are_as_predicted(tmp_path: Path, topology: str, captured
         )
     model.to(torch.bfloat16).save_pretrained(tmp_path / "target")
     del model
+    for file in resolve("bundled:tiny/target").glob("tokenizer*"):
+        shutil.copy(file, tmp_path / "target")
+    prompt = {"prompt": "sort: " + " ".join(map(str, range(1000)))}
+    (tmp_path / "p.jsonl").write_text(json.dumps(prompt) + "\n")
     torch.cuda.empty_cache()
     config = write_config(
         tmp_path / "c.toml",
@@ -192,11 +281,14 @@ def test_peaks_on_a_gpu_are_as_predicted(tmp_path: Path, topology: str, captured
         train={"steps": 6, "batch_size": 16, "anchors": 48},
         devices={"topology": topology, "targets": ["cuda:0"], "drafters": ["cuda:0"]},
         runtime={"cuda_graphs": captured},
+        evaluate={"prompts": "p.jsonl", "max_new_tokens": 100, "at_start": False},
     )
     # a process of its own: what earlier runs have left would count
     command = [sys.executable, "-m", "trainer", "train", "--config", config, "--run-dir", tmp_path / "run"]
     subprocess.run(command, check=True)
-    for told in events(tmp_path / "run", "memory_measured"):
+    measured = events(tmp_path / "run", "memory_measured")
+    assert [told["when"] for told in measured] == ["warm-up", "steps", "evaluation"]
+    for told in measured:
         print(topology, captured, told)
         assert told["predicted"] == pytest.approx(told["allocated"], rel=0.1), told["when"]
 

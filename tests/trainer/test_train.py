@@ -211,7 +211,9 @@ def test_a_target_that_reads_a_row_as_one_text_is_not_packed_for(
     assert "Traceback" not in "".join(capsys.readouterr())
 
 
-def test_evaluation_stands_around_the_training(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
+def test_evaluation_stands_around_the_training(
+    tmp_path: Path, capsys: pytest.CaptureFixture[str], trainings: list[Training]
+) -> None:
     """With the bundled target, whose tokenizer the prompts need; a resumed run does not measure the untrained one."""
     (tmp_path / "p.jsonl").write_text(json.dumps({"prompt": "sort: 3 1 2"}) + "\n")
     tiny = resolve("bundled:tiny/target")
@@ -231,6 +233,7 @@ def test_evaluation_stands_around_the_training(tmp_path: Path, capsys: pytest.Ca
     ]  # fmt: skip
     assert [e["what"] for e in events(run, "evaluation")] == ["untrained", "trained"]
     assert all((e["identical"], e["prompts"]) == (1, 1) for e in events(run, "evaluation"))
+    assert trainings[0].plan.prompt > 0, "its memory is predicted"
     assert (tmp_path / "cache/prepared").is_dir(), "prepared once for all runs of the workspace"
     assert "Labels: " in capsys.readouterr().out
     sections["evaluate"]["plain"] = False

@@ -5,6 +5,11 @@ from __future__ import annotations
 from torch import Tensor
 
 
+def capacity_for(tokens: int) -> int:
+    """Tokens that a buffer has room for when it holds so many: a power of two, however it came to them."""
+    return max(64, 1 << (tokens - 1).bit_length())
+
+
 class ContextCache:
     """Keys and values of context tokens, per layer, in buffers that grow by doubling.
 
@@ -23,7 +28,7 @@ class ContextCache:
         end = self.length + keys.shape[2]
         buffer = self._buffers[layer]
         if buffer is None or buffer.shape[3] < end:
-            grown = keys.new_empty(2, keys.shape[0], keys.shape[1], max(64, 2 * end), keys.shape[3])
+            grown = keys.new_empty(2, keys.shape[0], keys.shape[1], capacity_for(end), keys.shape[3])
             if buffer is not None:
                 grown[:, :, :, : self.length] = buffer[:, :, :, : self.length]
             self._buffers[layer] = buffer = grown

@@ -9,7 +9,7 @@ lengths differ from step to step, so much is reached with a channel deep enough 
 
 from __future__ import annotations
 
-from collections.abc import Sequence
+from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
 
 from trainer.pipeline.sums import fetched
@@ -55,6 +55,11 @@ class Placement:
     def devices(self) -> tuple[str, ...]:
         """Each once."""
         return tuple(dict.fromkeys((*self.targets, *self.drafters)))
+
+    def moved(self, to: Mapping[str, str]) -> Placement:
+        """The same with other devices in their places."""
+        targets, drafters = (tuple(to[name] for name in side) for side in (self.targets, self.drafters))
+        return Placement(targets, drafters, self.colocated)
 
     def step_ms(self, costs: Costs) -> float:
         """Milliseconds of a step."""
