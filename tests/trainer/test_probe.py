@@ -377,7 +377,8 @@ def test_a_gpu_that_somebody_holds_is_left_out_and_left_alone(tmp_path: Path) ->
     left = 300 << 20
     taken = torch.empty(torch.cuda.mem_get_info(0)[0] - left, dtype=torch.uint8, device="cuda:0")
     parts = make_target(tmp_path / "target", head_dim=16), make_dataset(tmp_path / "data")
-    config = write_config(tmp_path / "c.toml", *parts, devices={**AUTO, "cpu_threads": 0})
+    quick = {"runtime": {"compile": "off"}, "train": {"steps": 2}}
+    config = write_config(tmp_path / "c.toml", *parts, devices={**AUTO, "cpu_threads": 0}, **quick)
     command = [sys.executable, "-m", "trainer", "train", "--config", config, "--run-dir", tmp_path / "run"]
     free = [torch.cuda.mem_get_info(0)[0]]
     with subprocess.Popen(command) as running:
