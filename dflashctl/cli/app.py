@@ -12,7 +12,7 @@ from dflashctl.errors import DflashError, ExitCode
 HELP = """Train DFlash drafters on your own GPUs: launch, watch and diagnose runs.
 
 RUN defaults to the newest run of the default host; the default host is this machine until a hosts.toml
-says otherwise.
+says otherwise. Options go after the command: dflashctl status --host ct200.
 
 Exit codes: 0 healthy, finished or done; 1 error; 2 usage; 3 the run failed; 4 stalled or degraded;
 5 still warming up; 6 no such run, host or container; 7 unreachable; 8 container problem;
