@@ -54,6 +54,7 @@ def diagnose_paths(
     recorded: dict[str, Any] = {}
     scanners: list[Scanner] = []
     left_out: dict[int, tuple[Path, str]] = {}
+    empty: list[str] = []
     for path in paths:
         if str(path) == "-":
             scanners.append(read(sys.stdin.buffer, "stdin", known))
@@ -61,6 +62,8 @@ def diagnose_paths(
         path = Path(path)
         if path.is_dir():
             recorded.update(record(path))
+        elif path.is_file() and not path.stat().st_size:
+            empty.append(f"{path}: it is empty")
         for file in logs(path):
             name = str(file.relative_to(path)) if path.is_dir() else path.name
             scanner, note = _read_file(file, name, known, full)
@@ -70,11 +73,11 @@ def diagnose_paths(
     if not scanners:
         raise FileNotFoundError(f"no log in {', '.join(map(str, paths))}")
     known_facts = {**recorded, **dict(facts or {})}
-    found = _conclude(scanners, known_facts, known, [note for _, note in left_out.values()])
+    found = _conclude(scanners, known_facts, known, [*empty, *(note for _, note in left_out.values())])
     if left_out and found.verdict == "failed" and found.confidence != "certain":
         for i, (file, _) in left_out.items():
             scanners[i] = _read_file(file, scanners[i].file, known, True)[0]
-        found = _conclude(scanners, known_facts, known, [])
+        found = _conclude(scanners, known_facts, known, empty)
     return found
 
 
@@ -223,9 +226,10 @@ def _events(path: Path, name: str, known: sig.Signatures) -> Scanner:
             elif kind in ("failed", "end"):
                 said.append((number, _in_words(event), _seconds(event.get("t"))))
     scanner = Scanner(known, name)
-    for number, line, t in said:
-        scanner.feed(number, line.encode("utf-8", "replace"))
-        scanner.time = t
+    for number, words, t in said:
+        for line in words.splitlines():
+            scanner.feed(number, line.encode("utf-8", "replace"))
+            scanner.time = t
     scanner.close()
     return scanner
 

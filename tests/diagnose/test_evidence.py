@@ -141,13 +141,12 @@ def test_events_alone_tell_how_the_newest_attempt_ended(
     assert (found.verdict, found.class_) == (verdict, class_)
 
 
+@pytest.mark.parametrize("error", [FAILED["error"], FAILED["error"] + ": \nit has none\n  fix: leave it out"])
 @pytest.mark.parametrize("worker", ["main", "target-0"])
-def test_what_log_and_events_both_tell_is_one_error(tmp_path: Path, worker: str) -> None:
+def test_what_log_and_events_both_tell_is_one_error(tmp_path: Path, worker: str, error: str) -> None:
     who = "The run" if worker == "main" else "target-0 on cpu"
-    (tmp_path / "run.log").write_text(
-        f"Loaded\n{who} failed at step 0: {FAILED['error']}\nRun failed at step 0\n"
-    )
-    (tmp_path / "events.jsonl").write_text(json.dumps({**FAILED, "worker": worker}) + "\n")
+    (tmp_path / "run.log").write_text(f"Loaded\n{who} failed at step 0: {error}\nRun failed at step 0\n")
+    (tmp_path / "events.jsonl").write_text(json.dumps({**FAILED, "worker": worker, "error": error}) + "\n")
     found = diagnose_paths([tmp_path])
     assert found.root is not None
     assert (found.class_, found.root.file, found.root.line) == ("config-error", "run.log", 2)
@@ -192,6 +191,12 @@ def test_nothing_to_read_is_said(tmp_path: Path) -> None:
         diagnose_paths([tmp_path])
     with pytest.raises(FileNotFoundError):
         diagnose_paths([tmp_path / "none.log"])
+
+
+def test_an_empty_log_is_noted_as_such(tmp_path: Path) -> None:
+    log = tmp_path / "run.log"
+    log.touch()
+    assert diagnose_paths([log]).notes == (f"{log}: it is empty",)
 
 
 def test_a_kernel_log_names_the_gpu(tmp_path: Path) -> None:
