@@ -78,7 +78,9 @@ def test_a_port_that_completes_no_handshake(server: Server, greeting: bytes) -> 
         start = time.monotonic()
         error = refused(SshTransport(server.host(port=port, connect_timeout=0.3)))
         assert time.monotonic() - start < 30
-    assert f"127.0.0.1:{port} accepts connections but completes no SSH handshake within 0.3 s" in error.message
+    assert (
+        f"127.0.0.1:{port} accepts connections but completes no SSH handshake within 0.3 s" in error.message
+    )
 
 
 def test_a_server_that_is_full(make_server: MakeServer) -> None:
