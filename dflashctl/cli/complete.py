@@ -7,14 +7,11 @@ import typer
 
 def hosts(ctx: typer.Context, incomplete: str) -> list[str]:
     """Names of the hosts file that applies here."""
-    import os
-    from pathlib import Path
-
-    from dflashctl import hostsfile
+    from dflashctl.cli import reach
     from dflashctl.errors import DflashError
 
     try:
-        known = hostsfile.load(ctx.params.get("hosts"), os.environ, Path.cwd())
+        known = reach.read_hosts(ctx.params.get("hosts"))
     except DflashError:
         return []  # completion is no place for errors; the command itself reports them
     return [host.name for host in known if host.name.startswith(incomplete)]

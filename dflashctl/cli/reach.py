@@ -9,6 +9,7 @@ from pathlib import Path
 from typing import TYPE_CHECKING
 
 from dflashctl.config import Host, Hosts
+from dflashctl.errors import ConfigError
 from dflashctl.hostsfile import load
 
 if TYPE_CHECKING:
@@ -49,7 +50,13 @@ class Place:
 
 
 def read_hosts(hosts_file: Path | None) -> Hosts:
-    return load(hosts_file, os.environ, Path.cwd())
+    try:
+        here = Path.cwd()
+    except FileNotFoundError:
+        raise ConfigError(
+            "the current folder does not exist any more", hint="change to one that does"
+        ) from None
+    return load(hosts_file, os.environ, here)
 
 
 def place(host: str | None, hosts_file: Path | None, accept_new: bool, run: str | None = None) -> Place:
@@ -62,8 +69,6 @@ def place(host: str | None, hosts_file: Path | None, accept_new: bool, run: str 
         host = known if known in hosts.by_name else None
     chosen = hosts.get(host)
     if not chosen.trainable:
-        from dflashctl.errors import ConfigError
-
         raise ConfigError(
             f"no run can live on {chosen.name}: it has no workspace",
             where=chosen.where(),

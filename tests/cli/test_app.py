@@ -130,6 +130,15 @@ def test_an_error_shows_where_and_fix(monkeypatch, capfd):
     )
 
 
+def test_a_current_folder_that_was_removed_is_told(monkeypatch, tmp_path, capfd):
+    gone = tmp_path / "gone"
+    gone.mkdir()
+    monkeypatch.chdir(gone)
+    gone.rmdir()
+    assert app.run(["ls"]) == ExitCode.ERROR
+    assert capfd.readouterr().err.startswith("error: the current folder does not exist any more\n")
+
+
 def test_an_unexpected_error_is_one_line_unless_debugged(monkeypatch, capfd):
     def fail(*_, **__):
         raise RuntimeError("boom\nsecond line")
