@@ -44,6 +44,8 @@ def clock(device: torch.device) -> int | None:
 
 def _ask(device: torch.device, question: Callable[[Any, Any], T]) -> T | None:
     """`question`, put to NVML and its handle of the device; None: no answer."""
+    if (device.index or 0) >= torch.cuda.device_count():
+        return None  # `plan --devices 8` on a machine of one
     try:
         import pynvml as nvml
     except ImportError:

@@ -42,6 +42,7 @@ def driver(monkeypatch: pytest.MonkeyPatch) -> Iterator[Any]:
     module.NVML_CLOCK_SM = 1
     module.nvmlDeviceGetClockInfo = lambda handle, kind: {0: 300, 1: 1845}[kind]
     monkeypatch.setitem(sys.modules, "pynvml", module)
+    monkeypatch.setattr(torch.cuda, "device_count", lambda: 1)
     monkeypatch.setattr(torch.cuda, "get_device_properties", lambda device: SimpleNamespace(uuid="5c0f"))
     yield module
     assert module.opened == 0, "left open"
@@ -76,7 +77,19 @@ def test_a_driver_that_refuses_names_nobody(driver: Any, monkeypatch: pytest.Mon
     assert nvml.clock(CUDA) is None
 
 
+def test_of_a_device_that_is_not_there_nothing_is_known(driver: Any, monkeypatch: pytest.MonkeyPatch) -> None:
+    """`plan --devices 8` on a machine of one."""
+
+    def refuse(device: torch.device) -> None:
+        raise AssertionError("Invalid device id")  # as PyTorch does
+
+    monkeypatch.setattr(torch.cuda, "get_device_properties", refuse)
+    elsewhere = torch.device("cuda:1")
+    assert (nvml.holders(elsewhere), nvml.free(elsewhere), nvml.clock(elsewhere)) == ([], None, None)
+
+
 def test_without_the_package_nobody_is_named(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(torch.cuda, "device_count", lambda: 1)
     monkeypatch.setitem(sys.modules, "pynvml", None)
     assert nvml.holders(CUDA) == []
 
