@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import argparse
+import copy
 import itertools
 import json
 import math
@@ -290,6 +291,19 @@ def test_bfloat16_runs_and_explains_every_difference() -> None:
     assert e.lossless
     assert e.identical is not None
     assert e.identical + len(e.divergences) == e.prompts
+
+
+def test_a_drafter_comes_to_its_target_whole() -> None:
+    """What the loop emits is right with any drafter, so it would not tell."""
+    target = make_target()
+    drafter = make_drafter(target)
+    assert module._placed(drafter, target) is drafter, "where it is already, nothing is copied"
+    target = Target(target.model.bfloat16(), target.layer_ids)
+    copied, twin = module._placed(drafter, target), copy.deepcopy(drafter).bfloat16()
+    for mine, its in zip(copied.parameters(), twin.parameters(), strict=True):
+        assert torch.equal(mine, its)
+        assert mine.dtype == torch.bfloat16
+    assert torch.equal(copied.inv_freq, drafter.inv_freq), "frequencies are never rounded"
 
 
 def test_a_drafter_of_another_target_is_refused(target: Target) -> None:
