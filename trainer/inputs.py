@@ -70,10 +70,8 @@ class Inputs:
         if not config.evaluate.prompts:
             return plan, []
         tokenizer = load_tokenizer(self.path(config.target.model))
-        path, mode = (
-            self.path(config.evaluate.prompts),
-            (meta.get("template_arguments"), meta.get("template")),
-        )
+        path = self.path(config.evaluate.prompts)
+        mode = (meta.get("template_arguments"), meta.get("template"))
         prompts = read_prompts(path, tokenizer, config.evaluate.count, *mode)
         return dataclasses.replace(plan, prompt=max(map(len, prompts))), prompts
 

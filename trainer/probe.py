@@ -101,16 +101,19 @@ def fitting(
     for count in range(len(names), 0 if spare else len(names) - 1, -1):
         kept = [name for name in names if name in freest[:count]]
         for way in placements(kept, drafters):
-            if any(_exceeds(other, way) for other in found):
+            if any(_has_no_less(other, way) for other in found):
                 continue
             asked = sorted(predict(way), key=lambda p: -p.total)
-            better = way.moved(dict(zip((str(p.device) for p in asked), freest, strict=False)))
-            found += next(([w] for w in (way, better) if all(p.fits for p in predict(w))), [])
+            moved = way.moved(dict(zip((str(p.device) for p in asked), freest, strict=False)))
+            for tried in (way, moved):
+                if all(p.fits for p in predict(tried)):
+                    found.append(tried)
+                    break
     return found
 
 
-def _exceeds(other: Placement, way: Placement) -> bool:
-    """Whether `other` is a way of the same kind with no less of either."""
+def _has_no_less(other: Placement, way: Placement) -> bool:
+    """Whether `other` is a way of the same kind with as many targets and as many drafters at least."""
     return (
         other.colocated == way.colocated
         and len(other.targets) >= len(way.targets)
@@ -202,9 +205,9 @@ def decide(plan: Plan, size: TargetSize, load: KeptTargets, events: Events, draf
 
     Raises ConfigError, and as `measure`.
     """
-    devices = plan.config.devices
-    names = pool(devices)
-    spare = not (devices.targets or devices.drafters)  # what a person names is wanted, or an error
+    configured = plan.config.devices
+    names = pool(configured)
+    spare = not (configured.targets or configured.drafters)  # what a person names is wanted, or an error
     if not placements(names, drafters):
         raise ConfigError(
             f'the checkpoint was made by {drafters} drafters, and devices = "auto" has {len(names)} to give one each: '

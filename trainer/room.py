@@ -133,11 +133,7 @@ def _predict(
     threads = 2 * drafters + (0 if plan.colocated else targets)
     items["cuBLAS workspaces"] = threads * workspace(device)
     if plan.prompt and device == plan.target_devices[0]:
-        # what workers that rest have given back; graphs keep theirs
-        passing = ["batches", "gradients of others"]
-        passing += [] if captured else ["activations", "loss or backward"]
-        passing += [] if captured and size.by_layer else ["target step"]
-        given_back = sum(items.get(name, 0) for name in passing)
+        given_back = sum(items.get(name, 0) for name in _passing(captured, size))
         items[EVALUATION] = max(0, _of_evaluation(plan, size, device) - given_back)
     batch = max(batch_bytes(plan.shape, s, plan.dtype(device).itemsize) for s in shapes)
     made = 0 if captured else drafters * batch  # in the warm-up
@@ -203,6 +199,16 @@ def _of_evaluation(plan: Plan, size: TargetSize, device: torch.device) -> int:
     if plan.drafter_devices[0] != device or plan.dtype(device) != dtype:
         taken += dtype.itemsize * drafter_parameters(plan.shape)
     return taken
+
+
+def _passing(captured: bool, size: TargetSize) -> list[str]:
+    """Items that workers give back while they rest. What a graph computes in stays its own."""
+    names = ["batches", "gradients of others"]
+    if not captured:
+        names += ["activations", "loss or backward"]
+    if not (captured and size.by_layer):
+        names += ["target step"]
+    return names
 
 
 def _in_flight(plan: Plan) -> int:

@@ -25,9 +25,7 @@ class Waits(NamedTuple):
     data: float  # targets, for rows that are read
     room: float  # targets, for room in the channel
     batch: float  # drafters, for a batch
-    exchange: (
-        float  # drafters, for one another's gradients and their sum, as far as a backward doesn't hide it
-    )
+    exchange: float  # drafters, for one another's gradients and their sum: what a backward doesn't hide of it
 
 
 class Reporter:

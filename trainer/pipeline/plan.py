@@ -80,9 +80,7 @@ class Plan:
     colocated: bool = False  # worker i is target i and drafter i
     node: int = 0
     drafters_by_node: tuple[int, ...] = ()  # empty: there is one node
-    prompt: int = (
-        0  # tokens of the longest prompt that this node decodes for the evaluation; 0: it decodes none
-    )
+    prompt: int = 0  # tokens of the longest one that this node decodes for the evaluation; 0: it decodes none
 
     @property
     def targets(self) -> int:

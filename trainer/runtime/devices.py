@@ -161,11 +161,11 @@ class Idle:
     """How long a device had nothing to do while its worker waited for something.
 
     A worker's thread runs ahead of its device, so how long the thread waits says nothing of that. Two instants enclose
-    the wait in the device's stream: with work queued one passes right behind the other, and where it has run out the time
-    between them is the device's.
+    the wait in the worker's stream: with work queued one passes right behind the other, and where it has run out the time
+    between them is the device's. What other workers compute meanwhile on a device that they share is not known here.
 
     Attributes:
-        seconds: so far; of waits that the device has not come to yet, nothing.
+        seconds: so far; of waits that the device has not come to yet, nothing. Written by the worker's thread, read by any.
     """
 
     def __init__(self, device: Device) -> None:
