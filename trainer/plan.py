@@ -56,8 +56,6 @@ def run(args: argparse.Namespace) -> int:
         base, size, load_target = inputs.plan(config)
         base, _ = inputs.with_prompts(base)
         here = here_for(args.config, config.devices)
-        there = [torch.device(name) for name in here]
-        require_fp8(config, base.shape, size, there, there)
         names = _like(here[0], args.devices) if args.devices else here
         print(f"Planning for {', '.join(names)}", flush=True)
         spare = not names_devices(args.config)
@@ -107,6 +105,7 @@ def _batch(
     if not possible or not ways:
         print(f"batch of {rows(count)}: does not fit, in any topology", flush=True)
         return {"rows": count, "ways": []}
+    require_fp8(plan.on(possible[0]), size)
     costs = probe.measure(plan, load_target, possible[0])
     fastest = best(ways, costs)
     print(

@@ -19,7 +19,7 @@ from trainer.pipeline.balance import Costs, Placement, best, placements
 from trainer.pipeline.channel import Stopped
 from trainer.pipeline.crew import Crew
 from trainer.pipeline.drafters import Start
-from trainer.pipeline.plan import Course, Plan
+from trainer.pipeline.plan import Course, Plan, require_fp8
 from trainer.pipeline.training import Load, Training
 from trainer.room import FreeBytes
 from trainer.runtime import devices
@@ -203,7 +203,7 @@ def decide(plan: Plan, size: TargetSize, load: KeptTargets, events: Events, draf
     Args:
         drafters: how many a resumed run must have; 0: any number.
 
-    Raises ConfigError, and as `measure`.
+    Raises ConfigError, ModelError, and as `measure`.
     """
     configured = plan.config.devices
     names = pool(configured)
@@ -218,6 +218,7 @@ def decide(plan: Plan, size: TargetSize, load: KeptTargets, events: Events, draf
     way = (ways or placements(names, drafters))[0]
     if len(ways) > 1:
         used = {name for each in ways for name in each.devices}
+        require_fp8(plan.on(way), size)
         events.measuring(devices=[name for name in names if name in used])
         way = best(ways, measure(plan, load, way))
         load.keep_only_on(way.targets)

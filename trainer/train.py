@@ -9,7 +9,6 @@ import os
 import platform
 import signal
 import sys
-from collections.abc import Sequence
 from pathlib import Path
 
 import torch
@@ -140,7 +139,7 @@ class Run:
         """Raises Stopped, Interrupted, and the errors of what it does itself."""
         config = load(self._config_path)
         config = dataclasses.replace(config, devices=placed(config.devices))
-        (targets, drafters), nodes = self._devices(config), self._nodes
+        there, nodes = self._devices(config), self._nodes
         nodes.join(
             config.nodes.timeout, cuda=any(name.startswith("cuda") for name in config.devices.drafters)
         )
@@ -156,12 +155,11 @@ class Run:
             seed=config.train.seed,
             resumed_step=self._done,
         )
-        if any(compile.wanted(config.runtime, device) for device in targets | drafters):
+        if any(compile.wanted(config.runtime, device) for device in there):
             print(cache.description(), flush=True)
         inputs = Inputs(self._config_path, self._run_dir, self._crew.events)
         base, size, load_target = inputs.plan(config, self._done, nodes.rank)
         config = base.config
-        require_fp8(config, base.shape, size, targets, drafters)
         if nodes.leads:  # now: a wrong path is not to come to light after training
             base, self._prompts = inputs.with_prompts(base)
         present = self._place(base, size, load_target, found)
@@ -173,22 +171,22 @@ class Run:
             checkpoint.refuse_differences(found, settings)
         start, nonfinite = self._start(found, source)
         predictions = room.look_ahead(plan, size, self._crew.events)
+        require_fp8(plan, size)
         ways = probe.fitting(plan, size, present.devices)
         training = Training(self._crew, plan, Course(plan.steps, nodes.any), start, load_target, nodes)
         self._train(training, predictions, present, ways, settings, nonfinite)
 
-    def _devices(self, config: Config) -> tuple[set[torch.device], set[torch.device]]:
-        """Every device that the run may give a target, and a drafter. Raises ConfigError for one that is not there."""
-        sides: Sequence[Sequence[str]] = (config.devices.targets, config.devices.drafters)
+    def _devices(self, config: Config) -> set[torch.device]:
+        """Every device that the run may use. Raises ConfigError for one that is not there."""
+        names = [*config.devices.targets, *config.devices.drafters]
         if config.devices.topology == "auto":
             if not self._nodes.alone:
                 raise ConfigError(
                     'devices = "auto" shares out the devices of one machine; with several nodes list '
                     "devices.targets and devices.drafters"
                 )
-            sides = [probe.pool(config.devices)] * 2
-        targets, drafters = ({devices.check(name) for name in names} for names in sides)
-        return targets, drafters
+            names = probe.pool(config.devices)
+        return {devices.check(name) for name in names}
 
     def _place(
         self, base: Plan, size: TargetSize, load_target: probe.KeptTargets, found: Checkpoint | None

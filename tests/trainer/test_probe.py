@@ -22,10 +22,13 @@ from hypothesis import given, settings
 from hypothesis import strategies as st
 
 from tests.trainer.pipeline.runs import arguments, events, make_dataset, make_target, write_config
+from trainer import plan as planning
 from trainer import probe, room, train
+from trainer.__main__ import main
 from trainer.config import ConfigError, DevicesConfig, parse
 from trainer.events import Events
 from trainer.memory import TargetSize
+from trainer.modeling import fp8
 from trainer.modeling.target import Target
 from trainer.pipeline.balance import Costs, Placement, placements
 from trainer.pipeline.crew import Crew, Worker
@@ -178,6 +181,31 @@ def test_a_full_device_is_left_out_and_that_is_said(
         "Leaving out cpu:1: 0.1 MiB free (process 77 holds 78.0 GiB), and would have to hold "
         f"{need:.1f} MiB. To use cpu:1, free {need - 0.125:.1f} MiB more on cpu:1 and start again"
     )
+
+
+@pytest.mark.parametrize("command", ["train", "plan"])
+def test_8_bits_are_tried_on_no_device_that_is_left_out(
+    tmp_path: Path,
+    parts: tuple[Path, Path],
+    monkeypatch: pytest.MonkeyPatch,
+    four: list[str],
+    command: str,
+) -> None:
+    """There is no room for that on a full one either."""
+    asked: list[str] = []
+
+    def lacking(device: torch.device, dtype: torch.dtype) -> str:
+        asked.append(str(device))
+        return "more"
+
+    monkeypatch.setattr(fp8, "_lacking", lacking)
+    _full(monkeypatch, dict.fromkeys(four[:3], 1000))
+    monkeypatch.setattr(planning, "here_for", lambda path, devices: four)
+    monkeypatch.setattr(planning, "names_devices", lambda path: False)
+    config = write_config(tmp_path / "c.toml", *parts, devices=AUTO, runtime={"fp8_head": True})
+    place = ["--run-dir", str(tmp_path / "run")]
+    assert main([command, "--config", str(config), *place]) == 1
+    assert asked == ["cpu:3"]
 
 
 @pytest.mark.parametrize("named", [True, False])

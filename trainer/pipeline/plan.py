@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import dataclasses
-from collections.abc import Callable, Iterable
+from collections.abc import Callable
 from dataclasses import dataclass
 from typing import NamedTuple
 
@@ -40,25 +40,6 @@ class OwnBatches(NamedTuple):
         """Rows of this node's batch `k`."""
         step, drafter = divmod(k, self.drafters)
         return self.batches.batch(step * self.everywhere + self.before + drafter, self.everywhere)
-
-
-def require_fp8(
-    config: Config,
-    shape: DrafterConfig,
-    size: TargetSize,
-    targets: Iterable[torch.device],
-    drafters: Iterable[torch.device],
-) -> None:
-    """Raise ModelError, before anything is loaded, where the target, or a device that has one or a drafter, can't do the 8
-    bits that are asked for."""
-    if config.runtime.fp8_target:
-        require_plain("runtime.fp8_target", size.by_layer)
-        for device in targets:
-            fp8.require("runtime.fp8_target", device, resolve_dtype(config.target.dtype, device), size.sides)
-    if config.runtime.fp8_head:
-        for device in drafters:
-            dtype = resolve_dtype(config.runtime.drafter_dtype, device)
-            fp8.require("runtime.fp8_head", device, dtype, (shape.vocab_size, shape.hidden_size))
 
 
 @dataclass(frozen=True)
@@ -185,3 +166,17 @@ class Course:
         if not self.stopped and self._agree(self._stop_requested):
             self.stopped = True
             self.last = min(self.last, step)
+
+
+def require_fp8(plan: Plan, size: TargetSize) -> None:
+    """Raise ModelError, before anything is loaded, where the target, or a device that has one or a drafter, can't do the 8
+    bits that are asked for. That is tried on each device of the plan."""
+    runtime, shape = plan.config.runtime, plan.shape
+    if runtime.fp8_target:
+        require_plain("runtime.fp8_target", size.by_layer)
+        for device in dict.fromkeys(plan.target_devices):
+            dtype = resolve_dtype(plan.config.target.dtype, device)
+            fp8.require("runtime.fp8_target", device, dtype, size.sides)
+    if runtime.fp8_head:
+        for device in dict.fromkeys(plan.drafter_devices):
+            fp8.require("runtime.fp8_head", device, plan.dtype(device), (shape.vocab_size, shape.hidden_size))

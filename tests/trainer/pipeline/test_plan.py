@@ -107,7 +107,8 @@ def test_8_bits_are_asked_of_the_devices_and_matrices_that_are_to_have_them(
     ) -> None:
         shape: Any = SimpleNamespace(vocab_size=rows, hidden_size=32)
         size: Any = SimpleNamespace(by_layer=plain, sides=frozenset((32, side)))
-        require_fp8(parse({"runtime": {setting: True}}), shape, size, [target], [drafter])
+        config = parse({"runtime": {setting: True}})
+        require_fp8(Plan(config, *(None, None), shape, (target,), (drafter,), 0, 9), size)  # type: ignore[arg-type]
 
     ask("fp8_target", new, old, rows=50)
     ask("fp8_head", old, new, side=56, plain=False)
