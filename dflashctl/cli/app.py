@@ -60,14 +60,16 @@ def options(
 def run(args: list[str]) -> int:
     """Run one command line; every error becomes a message on stderr and an exit code."""
     try:
-        return int(app(args=args, prog_name="dflashctl", standalone_mode=False) or ExitCode.OK)
+        return _invoke(args)
     except DflashError as error:
         from dflashctl.render import errors
 
         errors.show(error)
         return int(error.exit_code)
     except ClickException as error:  # type: ignore[misc]  # a class, found at run time
-        error.show()
+        from dflashctl.cli import usage
+
+        usage.show(error, args)
         return int(error.exit_code)
     except (KeyboardInterrupt, typer.Abort):
         return int(ExitCode.INTERRUPTED)
@@ -78,3 +80,25 @@ def run(args: list[str]) -> int:
 
         errors.show_unexpected(error)
         return int(ExitCode.ERROR)
+
+
+def _invoke(args: list[str]) -> int:
+    """Run the command. What typer prints itself (help, version, completion) passes by our Terminal, and typer makes
+    exit(1) of any closed pipe: here both fare as all other output does.
+    """
+    try:
+        return int(app(args=args, prog_name="dflashctl", standalone_mode=False) or ExitCode.OK)
+    except (OSError, SystemExit) as error:
+        cause = error.__context__ if isinstance(error, SystemExit) else error
+        if not isinstance(cause, OSError):
+            raise  # completion ends so
+        import traceback
+
+        if all(
+            frame.f_code is not typer.echo.__code__ for frame, _ in traceback.walk_tb(cause.__traceback__)
+        ):
+            raise cause from cause.__cause__
+        from dflashctl.render import terminal
+
+        terminal.stdout().lost(cause)
+        return int(ExitCode.OK)

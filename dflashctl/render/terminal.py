@@ -65,14 +65,20 @@ class Terminal:
             else:
                 self.stream.buffer.write(data)
             self.stream.flush()
-        except OSError as error:  # what is still buffered must not fail again at exit
-            self.closed = True
-            os.dup2(os.open(os.devnull, os.O_WRONLY), self.stream.fileno())
-            if not isinstance(error, BrokenPipeError) and self.stream is not sys.stderr:
-                raise DflashError(
-                    f"the output can't be written: {error.strerror}",
-                    hint="free some space there, or write elsewhere",
-                ) from error
+        except OSError as error:
+            self.lost(error)
+
+    def lost(self, error: OSError) -> None:
+        """It could not be written to. Raises DflashError, but not for a reader that has gone, or for stderr."""
+        self.closed = True
+        os.dup2(
+            os.open(os.devnull, os.O_WRONLY), self.stream.fileno()
+        )  # what is buffered must not fail again at exit
+        if not isinstance(error, BrokenPipeError) and self.stream is not sys.stderr:
+            raise DflashError(
+                f"the output can't be written: {error.strerror}",
+                hint="free some space there, or write elsewhere",
+            ) from error
 
     def transient(self, words: str = "") -> None:
         """On a terminal, a line that the next one replaces; without words, it is cleared. Elsewhere nothing."""

@@ -3,12 +3,14 @@
 import json
 import os
 import re
+import shlex
 import signal
 import subprocess
 import sys
 from pathlib import Path
 
 import pytest
+import typer
 
 from dflashctl.cli import app
 from dflashctl.errors import (
@@ -97,6 +99,50 @@ def test_usage_errors_exit_2(bare_cli, args):
 
 
 @pytest.mark.parametrize(
+    ("typed", "right"),
+    [
+        ("--hosts F ls", "ls --hosts F"),
+        ("-H x status r1", "status -H x r1"),
+        ("-fn5 logs r1", "logs -fn5 r1"),
+        ("--host ls status", "status --host ls"),
+        ("--host=ls --json watch", "watch --host=ls --json"),
+        ("--wait 5 status -H 'a b'", "status --wait 5 -H 'a b'"),
+    ],
+)
+def test_an_option_before_its_command_is_shown_behind_it(capfd, typed, right):
+    assert app.run(shlex.split(typed)) == ExitCode.USAGE
+    out, err = capfd.readouterr()
+    assert out == ""
+    assert err.startswith("Usage: dflashctl")
+    assert err.endswith(f"\n  fix: options go behind the command: dflashctl {right}\n")
+
+
+@pytest.mark.parametrize(
+    ("typed", "fix"),
+    [
+        ("--stacks ls", "  fix: it goes behind a command that has it: status\n"),
+        ("--bundle", "  fix: it goes behind a command that has it: diagnose\n"),
+        ("--nope ls", ""),
+        ("ls --stacks", ""),
+    ],
+)
+def test_an_option_that_fits_no_command_there_names_those_that_have_it(capfd, typed, fix):
+    assert app.run(typed.split()) == ExitCode.USAGE
+    err = capfd.readouterr().err
+    assert err.partition("Error: ")[2].partition("\n")[2] == fix
+
+
+def test_every_option_of_a_command_is_known_before_it(capfd):
+    group = typer.main.get_command(app.app)
+    for word, command in group.commands.items():
+        for option in command.params:
+            for name in (name for name in option.opts if name.startswith("-")):
+                lead = [name] if option.is_flag else [name, "x"]
+                assert app.run([*lead, word]) == ExitCode.USAGE
+                assert f" dflashctl {word} {' '.join(lead)}\n" in capfd.readouterr().err
+
+
+@pytest.mark.parametrize(
     ("error", "code"),
     [
         (DflashError("m"), 1),
@@ -162,6 +208,40 @@ def test_a_closed_pipe_is_quiet_and_does_not_change_the_verdict(cli, started):
     process.stdout.close()
     assert process.wait(30) == 3
     assert process.stderr.read() == ""
+
+
+@pytest.mark.parametrize("args", [["--help"], ["--version"], ["diagnose", "/dev/null"]])
+@pytest.mark.parametrize("unbuffered", ["", "1"])
+def test_output_that_cannot_be_written_is_told_whoever_prints_it(bare_cli, args, unbuffered):
+    with open("/dev/full", "w") as full:
+        done = bare_cli(*args, stdout=full, env={"PYTHONUNBUFFERED": unbuffered})
+    assert (done.returncode, done.stderr) == (
+        1,
+        "error: the output can't be written: No space left on device\n"
+        "  fix: free some space there, or write elsewhere\n",
+    )
+
+
+@pytest.mark.parametrize(("args", "code"), [(["status", "--help"], 0), (["--version"], 0), (["nope"], 2)])
+def test_help_and_usage_into_a_closed_pipe_are_quiet_and_keep_their_code(bare_cli, args, code):
+    behind, before = os.pipe()
+    os.close(behind)
+    try:
+        done = bare_cli(*args, stdout=before, stderr=before if code else subprocess.PIPE)
+    finally:
+        os.close(before)
+    assert (done.returncode, done.stderr or "") == (code, "")
+
+
+def test_a_pipe_that_breaks_within_a_command_is_no_closed_output(monkeypatch, capfd):
+    def fail(*_, **__):
+        raise BrokenPipeError(32, "Broken pipe")
+
+    monkeypatch.setattr("dflashctl.cli.reach.read_hosts", fail)
+    monkeypatch.setattr(sys, "stdout", sys.stdout)  # typer wraps both
+    monkeypatch.setattr(sys, "stderr", sys.stderr)
+    assert app.run(["ls"]) == ExitCode.ERROR
+    assert capfd.readouterr().err.startswith("error: unexpected BrokenPipeError: [Errno 32] Broken pipe\n")
 
 
 def test_ctrl_c_exits_130_without_a_traceback(cli, started):
