@@ -122,6 +122,7 @@ BELOW = {
         "train",
         "inputs",
         "probe",
+        "selection",
         "room",
         "pipeline",
         "memory",

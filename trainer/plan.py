@@ -17,7 +17,7 @@ from typing import Any
 
 import torch
 
-from trainer import probe, room
+from trainer import probe, room, selection
 from trainer.config import ConfigError, DevicesConfig, load, names_devices
 from trainer.data.arrangement import arrange
 from trainer.events import Events, gib, rows
@@ -92,7 +92,7 @@ def _batch(
     names: list[str],
     spare: bool,
 ) -> dict[str, Any]:
-    """Measure one size of batch, and print what each way to share out `names` makes of it. spare: as in `probe.fitting`."""
+    """Measure one size of batch, and print what each way to share out `names` makes of it. spare: as in `selection.fitting`."""
     count = plan.config.train.batch_size
     free_on = {name: room.untouched_bytes(torch.device(name)) for name in here}
     most_free = max(free_on.values(), key=lambda have: math.inf if have is None else have)
@@ -100,8 +100,8 @@ def _batch(
     def free(device: torch.device) -> int | None:  # a device that is not there has what the emptiest has
         return free_on.get(str(device), most_free)
 
-    possible = probe.fitting(plan, size, here, free=free, spare=spare)
-    ways = probe.fitting(plan, size, names, free=free, spare=spare)
+    possible = selection.fitting(plan, size, here, free=free, spare=spare)
+    ways = selection.fitting(plan, size, names, free=free, spare=spare)
     if not possible or not ways:
         print(f"batch of {rows(count)}: does not fit, in any topology", flush=True)
         return {"rows": count, "ways": []}
@@ -123,7 +123,7 @@ def _batch(
             f"{rows(entry['rows_a_step']):>9} a step  {gib(most):>10} at most a device{'  best' if entry['best'] else ''}",
             flush=True,
         )
-    for name, why in probe.left_out(plan, size, fastest, names, free=free):
+    for name, why in selection.left_out(plan, size, fastest, names, free=free):
         print(f"  without {name}: {why}", flush=True)
     return {"rows": count, "costs": dataclasses.asdict(costs), "ways": told}
 

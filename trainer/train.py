@@ -13,7 +13,7 @@ from pathlib import Path
 
 import torch
 
-from trainer import checkpoint, probe, room
+from trainer import checkpoint, probe, room, selection
 from trainer.checkpoint import Checkpoint, CheckpointError
 from trainer.config import Config, ConfigError, load
 from trainer.data.errors import DataError
@@ -172,7 +172,7 @@ class Run:
         start, nonfinite = self._start(found, source)
         predictions = room.look_ahead(plan, size, self._crew.events)
         require_fp8(plan, size)
-        ways = probe.fitting(plan, size, present.devices)
+        ways = selection.fitting(plan, size, present.devices)
         training = Training(self._crew, plan, Course(plan.steps, nodes.any), start, load_target, nodes)
         self._train(training, predictions, present, ways, settings, nonfinite)
 
