@@ -26,6 +26,7 @@ from trainer.memory import TargetSize
 from trainer.options import at_least, counts
 from trainer.pipeline.balance import best
 from trainer.pipeline.plan import Plan, placed, require_fp8
+from trainer.room import FreeBytes
 
 
 def add_arguments(parser: argparse.ArgumentParser) -> None:
@@ -58,14 +59,14 @@ def run(args: argparse.Namespace) -> int:
         here = here_for(args.config, config.devices)
         names = _like(here[0], args.devices) if args.devices else here
         print(f"Planning for {', '.join(names)}", flush=True)
-        spare = not names_devices(args.config)
+        free, spare = _free(here), not names_devices(args.config)
         report: dict[str, Any] = {"devices": names, "batches": []}
         for count in args.batch or [config.train.batch_size]:
             train = dataclasses.replace(base.config.train, batch_size=count)
             changed = dataclasses.replace(base.config, train=train)
             batches = arrange(base.dataset, changed).plan
             plan = dataclasses.replace(base, config=changed, batches=batches)
-            report["batches"].append(_batch(plan, size, load_target, here, names, spare))
+            report["batches"].append(_batch(plan, size, load_target, here, names, free, spare))
             if args.json is not None:
                 args.json.write_text(json.dumps(report, indent=1) + "\n", "utf-8")
         _conclude(report)
@@ -84,22 +85,28 @@ def _like(name: str, count: int) -> list[str]:
     return [f"{kind}:{i}" for i in range(count)]
 
 
+def _free(here: list[str]) -> FreeBytes:
+    """What devices have now; one that is not there has what the emptiest has."""
+    have = {torch.device(name): room.untouched_bytes(torch.device(name)) for name in here}
+    most = max(have.values(), key=lambda free: math.inf if free is None else free)
+    return lambda device: have.get(device, most)
+
+
 def _batch(
     plan: Plan,
     size: TargetSize,
     load_target: probe.KeptTargets,
     here: list[str],
     names: list[str],
+    free: FreeBytes,
     spare: bool,
 ) -> dict[str, Any]:
-    """Measure one size of batch, and print what each way to share out `names` makes of it. spare: as in `selection.fitting`."""
+    """Measure one size of batch, and print what each way to share out `names` makes of it.
+
+    Args:
+        free, spare: as in `selection.fitting`.
+    """
     count = plan.config.train.batch_size
-    free_on = {name: room.untouched_bytes(torch.device(name)) for name in here}
-    most_free = max(free_on.values(), key=lambda have: math.inf if have is None else have)
-
-    def free(device: torch.device) -> int | None:  # a device that is not there has what the emptiest has
-        return free_on.get(str(device), most_free)
-
     possible = selection.fitting(plan, size, here, free=free, spare=spare)
     ways = selection.fitting(plan, size, names, free=free, spare=spare)
     if not possible or not ways:

@@ -117,7 +117,8 @@ def decide(plan: Plan, size: TargetSize, load: KeptTargets, events: Events, draf
             f'the checkpoint was made by {drafters} drafters, and devices = "auto" has {len(names)} to give one each: '
             "name more, or list devices.drafters yourself"
         )
-    ways = selection.fitting(plan, size, names, drafters, room.untouched_bytes, spare=spare)
+    have = {torch.device(name): room.untouched_bytes(torch.device(name)) for name in names}
+    ways = selection.fitting(plan, size, names, drafters, have.__getitem__, spare=spare)
     # none: what is wrong with the first is told when memory is looked at
     way = (ways or placements(names, drafters))[0]
     if len(ways) > 1:
@@ -126,7 +127,7 @@ def decide(plan: Plan, size: TargetSize, load: KeptTargets, events: Events, draf
         events.measuring(devices=[name for name in names if name in used])
         way = best(ways, measure(plan, load, way))
         load.keep_only_on(way.targets)
-    for name, why in selection.left_out(plan, size, way, names, drafters, room.untouched_bytes):
+    for name, why in selection.left_out(plan, size, way, names, drafters, have.__getitem__):
         events.left_out(device=name, why=why)
     return way
 

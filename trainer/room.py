@@ -96,7 +96,8 @@ def free_bytes(device: torch.device) -> int | None:
 
 def untouched_bytes(device: torch.device) -> int | None:
     """`free_bytes` of a device that may be left out. Where the driver tells, nothing is done there: CUDA's context, which
-    stays until the process ends, would take as much as OUTSIDE of what another's work may still need.
+    stays until the process ends, would take as much as OUTSIDE of what another's work may still need. Ask before anything
+    else is done there: a context would count twice.
     """
     there = nvml.free(device) if device.type == "cuda" else None
     if there is None:

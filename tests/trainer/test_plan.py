@@ -75,12 +75,19 @@ def test_a_full_device_is_left_out_unless_it_is_named(
 ) -> None:
     monkeypatch.setattr(plan, "here_for", lambda path, devices: ["cpu:0", "cpu:1", "cpu:2"])
     monkeypatch.setattr(plan, "names_devices", lambda path: named)
-    monkeypatch.setattr(room, "untouched_bytes", lambda device: 1000 if device.index == 0 else 1 << 30)
-    assert main(["plan", "--config", str(config)]) == (1 if named else 0)
+    asked: list[int] = []
+
+    def untouched(device: torch.device) -> int:
+        asked.append(device.index)
+        return 1000 if device.index == 0 else 1 << 30
+
+    monkeypatch.setattr(room, "untouched_bytes", untouched)
+    assert main(["plan", "--config", str(config), "--batch", "2,2"]) == (1 if named else 0)
+    assert asked == [0, 1, 2], "once: what a measurement leaves there would count"
     lines = capsys.readouterr().out.splitlines()
     assert ("batch of 2 rows: does not fit, in any topology" in lines) == named
     ways = [line.split("  ")[1] for line in lines if line.endswith(("a device", "best"))]
-    assert ways == ([] if named else ["2 colocated", "1 : 1"])
+    assert ways == ([] if named else ["2 colocated", "1 : 1"] * 2)
     assert (
         any(line.startswith("  without cpu:0: 0.0 MiB free, and would have to hold ") for line in lines)
         != named

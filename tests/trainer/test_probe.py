@@ -160,9 +160,17 @@ def test_a_full_device_is_left_out_and_that_is_said(
 ) -> None:
     _full(monkeypatch, {"cpu:1": 1 << 17})
     monkeypatch.setattr(room, "free_on", lambda p: "0.1 MiB free (process 77 holds 78.0 GiB)")
+    asked: list[str] = []
+
+    def untouched(device: torch.device) -> int | None:
+        asked.append(str(device))
+        return room.free_bytes(device)
+
+    monkeypatch.setattr(room, "untouched_bytes", untouched)
     _costs(monkeypatch, 5.0, 14.0, 0.0)
     assert _run(tmp_path, parts, "run", devices=AUTO, train={"steps": 2}) == 0
     run = tmp_path / "run"
+    assert asked == four, "once: what the measurement leaves there would count"
     assert [e["device"] for e in events(run, "memory")] == ["cpu:0", "cpu:2", "cpu:3"]
     assert events(run, "measuring")[0]["devices"] == ["cpu:0", "cpu:2", "cpu:3"]
     assert events(run, "plan")[0]["now"]["placement"] == "3 colocated"
