@@ -99,8 +99,8 @@ class Reporter:
         self._since = (now, step, waits)
         seconds = max(now - then, 1e-9)
         shares = [
-            min(1.0, (after - before) / seconds / threads)
-            for after, before, threads in zip(
+            min(1.0, (after - before) / seconds / workers)
+            for after, before, workers in zip(
                 waits, waits_then, (plan.targets, plan.targets, plan.drafters, plan.drafters), strict=True
             )
         ]

@@ -147,7 +147,7 @@ class Instant:
             self._event.record(stream)
 
     def passed(self) -> bool:
-        """Asks, does not wait."""
+        """Asks, does not wait. Without a GPU only a stand-in's, which lies ahead, has not (benchmarks/pipeline.py)."""
         return self._event.query() if self._event is not None else self.at <= time.monotonic()
 
     def since(self, earlier: Instant) -> float:
