@@ -195,7 +195,7 @@ def write(report: dict[str, Any], path: Path | None) -> None:
         path.write_text(json.dumps(report, indent=1) + "\n", "utf-8")
 
 
-def main() -> None:
+def options() -> argparse.ArgumentParser:
     cuda = torch.cuda.is_available()
     parser = argparse.ArgumentParser(
         description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter
@@ -219,6 +219,11 @@ def main() -> None:
     parser.add_argument("--device", default="cuda:0" if cuda else "cpu")
     parser.add_argument("--json", type=Path, metavar="FILE", help="write everything there, as it comes")
     parser.add_argument("--keep", type=Path, metavar="DIR", help="leave the runs' folders there")
+    return parser
+
+
+def main() -> None:
+    parser = options()
     args = parser.parse_args()
     if args.pad and args.config != PROFILE:
         parser.error("--pad makes a target of the demo's; --config names one of its own")
@@ -232,6 +237,7 @@ def main() -> None:
         "device": torch.cuda.get_device_name(args.device) if args.device.startswith("cuda") else "cpu",
         "torch": torch.__version__, "steps": settings["train"].get("steps", 0), "prompts": args.prompts, "runs": [],
     }  # fmt: skip
+    failed = None
     with contextlib.ExitStack() as stack:
         folder = args.keep or Path(stack.enter_context(tempfile.TemporaryDirectory()))
         folder.mkdir(parents=True, exist_ok=True)
@@ -240,10 +246,17 @@ def main() -> None:
             settings["target"]["model"] = str(padded(folder / "target"))
         collect(args, settings, folder, report)
         if data is not None:
-            add_held_out(report, folder, settings, data, args.device)
+            try:
+                add_held_out(report, folder, settings, data, args.device)
+            except (
+                trainer_config.ConfigError
+            ) as error:  # ModelError is one; what was trained is told all the same
+                failed = f"error: --held-out: {error}"
             write(report, args.json)
     for side in list(report["runs"][0])[2:]:  # behind "seed" and "without"
         print(told(report["runs"]) if side == "with" else f"{side} alone\n{told(report['runs'], side)}")
+    if failed is not None:
+        sys.exit(failed)
 
 
 if __name__ == "__main__":

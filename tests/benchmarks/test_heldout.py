@@ -6,7 +6,9 @@ import json
 import sys
 from collections.abc import Sequence
 from pathlib import Path
+from typing import Any
 
+import effect
 import heldout
 import numpy as np
 import pytest
@@ -108,3 +110,22 @@ def test_the_command_measures_runs(
     monkeypatch.setattr(sys, "argv", ["heldout.py", *words, str(tmp_path)])
     with pytest.raises(SystemExit, match="no drafter in it"):
         heldout.main()
+    report: dict[str, Any] = {"runs": [{"seed": 0, "without": {"loss": 1.0}, "with": {"loss": 1.0}}]}
+    for side in ("without", "with"):
+        (tmp_path / f"0-{side}").symlink_to(run)
+    effect.add_held_out(report, tmp_path, {"target": {"model": str(model)}}, Dataset.open(data), "cpu")
+    assert report["runs"][0]["with"] == {"loss": 1.0, "held-out": found["acceptance"]}
+
+
+def test_runs_that_cannot_be_held_to_chats_are_told_all_the_same(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
+) -> None:
+    """Hours of training are behind it."""
+    runs = [{"seed": 0, "without": {"loss": 1.0}, "with": {"loss": 2.0}}]
+    monkeypatch.setattr(effect, "collect", lambda args, settings, folder, report: report["runs"].extend(runs))
+    data = make_dataset(tmp_path / "data", 2)
+    words = ["--held-out", str(data), "--device", "cpu", "--keep", str(tmp_path / "kept"), "train.gamma=2"]
+    monkeypatch.setattr(sys, "argv", ["effect.py", *words])
+    with pytest.raises(SystemExit, match="error: --held-out: "):
+        effect.main()
+    assert "difference +1.000" in capsys.readouterr().out
