@@ -10,7 +10,7 @@ from typing import Any
 
 from dflashctl.diagnose import Diagnosis
 from dflashctl.diagnose.model import VerdictName
-from dflashctl.failure import examine
+from dflashctl.failure import examine, report
 from dflashctl.snapshot import Snapshot, text
 from dflashctl.verdict import Verdict
 
@@ -51,7 +51,7 @@ def diagnosis(
             facts.setdefault("seconds_since_last_line", 1.0)
         else:
             facts.pop("seconds_since_last_line", None)
-        found = examine(s, {**facts, **(given or {})}, signatures)
+        found = examine(s, {**facts, **(given or {})}, signatures, report(s) if signatures is None else None)
     called = VERDICTS[verdict.state]
     if not given and not (found.verdict == "degraded" and called in ("healthy", "warming")):
         found = replace(found, verdict=called)

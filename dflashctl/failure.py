@@ -2,24 +2,26 @@
 
 from __future__ import annotations
 
-import re
 from collections.abc import Mapping
-from dataclasses import replace
 from pathlib import Path
 from typing import Any
 
-from dflashctl.diagnose import Diagnosis, Place, diagnose
-from dflashctl.snapshot import Snapshot, text
+from dflashctl.diagnose import Diagnosis, diagnose
+from dflashctl.snapshot import Snapshot
 
 
 def explain(s: Snapshot, facts: Mapping[str, Any]) -> Diagnosis:
-    """The diagnosis of an ended or failing run.
+    """The diagnosis of an ended or failing run, in the trainer's own words where it reported more than the log shows.
 
     Args:
         facts: the exit record (docs/architecture.md, "Diagnosis").
     """
-    found = examine(s, facts)
-    return _reported(s, found) or found
+    return examine(s, facts, reported=report(s))
+
+
+def report(s: Snapshot) -> Mapping[str, Any]:
+    """The trainer's `failed` event; empty where there is none."""
+    return (s.events.phases.get("failed") or ({},))[0]
 
 
 def behind_stall(s: Snapshot) -> Diagnosis | None:
@@ -37,8 +39,14 @@ def in_passing(s: Snapshot) -> Diagnosis | None:
     return found if found.verdict == "degraded" and found.root is not None else None
 
 
-def examine(s: Snapshot, facts: Mapping[str, Any], signatures: Path | None = None) -> Diagnosis:
-    """What the engine makes of the log, the kernel's lines and the facts, with those about GPUs.
+def examine(
+    s: Snapshot,
+    facts: Mapping[str, Any],
+    signatures: Path | None = None,
+    reported: Mapping[str, Any] | None = None,
+) -> Diagnosis:
+    """What the engine makes of the log, the kernel's lines and the facts, with those about GPUs, and of what the trainer
+    `reported`.
 
     Raises ConfigError where `signatures` (a file of the user's own) is not valid.
     """
@@ -51,48 +59,5 @@ def examine(s: Snapshot, facts: Mapping[str, Any], signatures: Path | None = Non
         first_line=s.log.first_line or 1,
         signatures=signatures,
         kernel=kernel,
+        reported=reported,
     )
-
-
-_TYPE = re.compile(r"^\w+(?:Error|Exception): ")
-
-
-def _reported(s: Snapshot, found: Diagnosis) -> Diagnosis | None:
-    """In the trainer's own words, where its `failed` event tells more than the log: a message, a place, a `fix:` line."""
-    event = (s.events.phases.get("failed") or ({},))[0]
-    said = [line.strip() for line in text(event.get("error")).splitlines() if line.strip()]
-    root = _report_line(s, text(event.get("worker")))
-    if not said or (found.class_ not in (None, "unknown") and (found.root is None or found.root != root)):
-        return None
-    fixes = tuple(line.removeprefix("fix:").strip() for line in said if line.startswith("fix:"))
-    rest = "; ".join(line for line in said[1:] if not line.startswith("fix:"))
-    known = found.class_ not in (None, "unknown")
-    return replace(
-        found,
-        verdict="failed",
-        class_=found.class_ if known else "unknown",
-        confidence="certain",
-        title=_TYPE.sub("", said[0]),
-        where=culprit(event),
-        root=root,
-        evidence=(),
-        cause=rest or (found.cause if known else ""),
-        advice=fixes or (found.advice if known else ("mend what it names",)),
-        retry="not as it is",
-        rule=found.rule if known else "reported",
-    )
-
-
-def culprit(failed: Mapping[str, Any]) -> str:
-    """`worker on device` of a `failed` event; empty where it was the run's own thread."""
-    worker, device = text(failed.get("worker")), text(failed.get("device"))
-    return "" if worker == "main" else " on ".join(part for part in (worker, device) if part)
-
-
-def _report_line(s: Snapshot, worker: str) -> Place | None:
-    """Where the log holds the trainer's report."""
-    begin = ("The run failed at step ", "main on ") if worker == "main" else (f"{worker} on ",)
-    for number, line in enumerate(s.log.lines, s.log.first_line or 1):
-        if line.startswith(begin) and " failed at step " in line:
-            return Place("run.log", number, line)
-    return None

@@ -7,7 +7,8 @@ from collections.abc import Mapping
 from typing import Any
 
 from dflashctl.diagnose.gpus import BUSY_UTIL_PCT, SPINNING_W, numbers
-from dflashctl.failure import culprit, explain
+from dflashctl.diagnose.reports import culprit
+from dflashctl.failure import explain
 from dflashctl.pace import STALL_FLOOR, patience, read_rate, remaining, stall_limit
 from dflashctl.phases import doing, last_event
 from dflashctl.recovery import again

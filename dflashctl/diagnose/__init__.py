@@ -22,6 +22,7 @@ def diagnose(
     first_line: int = 1,
     signatures: Path | None = None,
     kernel: Sequence[bytes] = (),
+    reported: Mapping[str, Any] | None = None,
 ) -> Diagnosis:
     """Find the root cause.
 
@@ -32,6 +33,7 @@ def diagnose(
         file, first_line: how the report names the log, and the number of its first line where a tail is given.
         signatures: a TOML file of the user's own signatures.
         kernel: lines of the host's kernel log that concern the run.
+        reported: our trainer's `failed` event, where it is known (a run's folder brings its own).
 
     Raises ConfigError where `signatures` is not valid, OSError where a file can't be read.
     """
@@ -49,4 +51,4 @@ def diagnose(
     else:
         scanner = engine.scan(source, known, file=file, first_line=first_line)
     scanners = [scanner, engine.scan(kernel, known, file="kernel")] if kernel else [scanner]
-    return engine.conclude(scanners, facts, known)
+    return engine.conclude(scanners, facts, known, reported=reported)

@@ -17,7 +17,7 @@ from collections.abc import Iterable, Mapping, Sequence
 from dataclasses import replace
 from typing import Any
 
-from dflashctl.diagnose import gpus, wording
+from dflashctl.diagnose import gpus, reports, wording
 from dflashctl.diagnose import signatures as sig
 from dflashctl.diagnose.model import STOPPED_BY_US, Confidence, Diagnosis, Place, VerdictName
 from dflashctl.diagnose.scanner import Scanner
@@ -61,15 +61,19 @@ def conclude(
     facts: Mapping[str, Any] | None = None,
     signatures: sig.Signatures | None = None,
     notes: Sequence[str] = (),
+    reported: Mapping[str, Any] | None = None,
 ) -> Diagnosis:
     """The diagnosis of one run from its logs, each read to its end by a scanner (`close` was called), and the facts.
 
     facts: what was measured beside the logs (`process_alive`, `exit_code`, `signal`, `oom_kills`, `gpu_util_pct`,
     `gpu_power_w`, `cpu_util_pct`, `child_processes`, `seconds_since_last_line`, `stop_requested`, `stopped_by`,
     `stall_after_s`, `disk_free_bytes`),
-    any of them absent. notes: what could not be read.
+    any of them absent. notes: what could not be read. reported: our trainer's `failed` event.
     """
     found = _Case(scanners, dict(facts or {}), signatures or sig.load()).decide()
+    if reported and found.verdict not in ("finished", "stopped"):
+        lines = (Place(s.file, *s.report) for s in scanners if s.report)
+        found = reports.retold(found, reported, next(lines, None))
     return replace(found, notes=tuple(notes)) if notes else found
 
 

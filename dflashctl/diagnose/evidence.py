@@ -42,8 +42,9 @@ def diagnose_paths(
 ) -> Diagnosis:
     """The diagnosis of one run from files and folders; `-` is standard input.
 
-    A run's folder brings its own record (state.json) and events; `facts` win over the record. Of a huge log the ends
-    are read first, and the rest where they don't tell for certain what it failed of.
+    A run's folder brings its own record (state.json) and events; `facts` win over the record, `signatures` over what the
+    trainer reports in the events. Of a huge log the ends are read first, and the rest where they don't tell for certain
+    what it failed of.
 
     Args:
         signatures: a TOML file of the user's own signatures. full: read logs of any size as a whole at once.
@@ -73,23 +74,31 @@ def diagnose_paths(
     if not scanners:
         raise FileNotFoundError(f"no log in {', '.join(map(str, paths))}")
     known_facts = {**recorded, **dict(facts or {})}
-    found = _conclude(scanners, known_facts, known, [*empty, *(note for _, note in left_out.values())])
+    # of the folder itself: what lies deeper may be another run's
+    own = (s.reported for s in scanners if s.reported and s.file == "events.jsonl")
+    reported = None if signatures else next(own, None)
+    notes = [*empty, *(note for _, note in left_out.values())]
+    found = _conclude(scanners, known_facts, known, notes, reported)
     if left_out and found.verdict == "failed" and found.confidence != "certain":
         for i, (file, _) in left_out.items():
             scanners[i] = _read_file(file, scanners[i].file, known, True)[0]
-        found = _conclude(scanners, known_facts, known, empty)
+        found = _conclude(scanners, known_facts, known, empty, reported)
     return found
 
 
 def _conclude(
-    scanners: Sequence[Scanner], facts: Mapping[str, Any], known: sig.Signatures, notes: Sequence[str]
+    scanners: Sequence[Scanner],
+    facts: Mapping[str, Any],
+    known: sig.Signatures,
+    notes: Sequence[str],
+    reported: Mapping[str, Any] | None,
 ) -> Diagnosis:
     told = {finding.text for scanner in scanners if not _of_events(scanner) for finding in scanner.findings}
     for order, scanner in enumerate(scanners):
         if _of_events(scanner):  # it says what the log says: no later error of its own
             scanner.findings = [finding for finding in scanner.findings if finding.text not in told]
         scanner.ordered(order)
-    return engine.conclude(scanners, facts, known, notes)
+    return engine.conclude(scanners, facts, known, notes, reported)
 
 
 def _of_events(scanner: Scanner) -> bool:
@@ -210,6 +219,7 @@ def _seconds(value: Any) -> float | None:
 def _events(path: Path, name: str, known: sig.Signatures) -> Scanner:
     """Our trainer's events, in the words of its log: who failed and how the newest attempt ended, even where the log is lost."""
     said: list[tuple[int, str, float | None]] = []
+    reported: Mapping[str, Any] | None = None
     with path.open("rb") as file:
         number = 0
         while raw := file.readline(LINE):
@@ -223,9 +233,12 @@ def _events(path: Path, name: str, known: sig.Signatures) -> Scanner:
             kind = event.get("event") if isinstance(event, Mapping) else None
             if kind == "start":
                 said.clear()
+                reported = None
             elif kind in ("failed", "end"):
+                reported = reported or (event if kind == "failed" else None)
                 said.append((number, _in_words(event), _seconds(event.get("t"))))
     scanner = Scanner(known, name)
+    scanner.reported = reported
     for number, words, t in said:
         for line in words.splitlines():
             scanner.feed(number, line.encode("utf-8", "replace"))

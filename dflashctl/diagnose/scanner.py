@@ -5,7 +5,9 @@ from __future__ import annotations
 
 import re
 from collections import deque
+from collections.abc import Mapping
 from dataclasses import replace
+from typing import Any
 
 from dflashctl.diagnose import lines as ln
 from dflashctl.diagnose import phrases, records
@@ -40,6 +42,9 @@ class Scanner:
         self.last_line = 0
         self.last_text = ""
         self.time: float | None = None
+        self.reported: Mapping[str, Any] | None = (
+            None  # our trainer's `failed` event, where these are its events
+        )
         self.reset()
 
     def reset(self) -> None:
@@ -61,6 +66,7 @@ class Scanner:
         self.nonfinite_steps = 0
         self.banner = 0
         self.anomaly: tuple[int, str] | None = None
+        self.report: tuple[int, str] | None = None
         self.torch = ""
         self.first_time: float | None = None
 
@@ -84,6 +90,8 @@ class Scanner:
         for block in [b for b in self._blocks.values() if number - b.end > FORGOTTEN]:
             self._end(block)  # its rank says nothing more
         line = self._unled(line)
+        if self.report is None and ln.is_report(line.text):
+            self.report = (number, line.text)
         if line.bar and ln.is_progress(line.bar) and not ln.is_progress(line.text):
             self._progress(line, line.bar)
         if ln.is_banner(line.text):
