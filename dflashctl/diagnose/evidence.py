@@ -11,6 +11,7 @@ import math
 import re
 import sys
 from collections.abc import Iterator, Mapping, Sequence
+from dataclasses import replace
 from pathlib import Path, PurePath
 from typing import Any, BinaryIO
 
@@ -28,6 +29,10 @@ FILES = 4096
 """Files of a folder that are read at most."""
 SMALL = 16 << 20
 """Bytes of a JSON file that are read at most."""
+NOTHING = "nothing in it looks like training: no step, no phase, no error. It is no training log, or one that has only just begun"
+"""Said of a text that tells nothing. A log of a few lines of its own may hold no more, so it is no error."""
+COMPILES = 10
+"""Lines at the end of a log in which one that has come no further than compiling says so."""
 
 _LOG = re.compile(r"(?i)(?:\.(?:log|out|err|txt)(?:\.\d+)?|^(?:stdout|stderr|dmesg|kern\.log)|^slurm-\d+.*)$")
 _NOT_LOG = re.compile(r"(?i)^(?:requirements.*|constraints.*|license.*|readme.*|supervisor\.log)$")
@@ -83,6 +88,8 @@ def diagnose_paths(
         for i, (file, _) in left_out.items():
             scanners[i] = _read_file(file, scanners[i].file, known, True)[0]
         found = _conclude(scanners, known_facts, known, empty, reported)
+    if found.verdict == "warming" and found.confidence == "guess" and not any(map(_shows_a_run, scanners)):
+        found = replace(found, title=NOTHING)
     return found
 
 
@@ -99,6 +106,12 @@ def _conclude(
             scanner.findings = [finding for finding in scanner.findings if finding.text not in told]
         scanner.ordered(order)
     return engine.conclude(scanners, facts, known, notes, reported)
+
+
+def _shows_a_run(s: Scanner) -> bool:
+    """Whether it holds a step, the beginning of a run, an error, or compiles at its end: prose speaks of compiling too."""
+    compiles = s.compile_line is not None and s.last_line - s.compile_line[0] < COMPILES
+    return bool(s.progress or s.banner or s.findings or compiles)
 
 
 def _of_events(scanner: Scanner) -> bool:

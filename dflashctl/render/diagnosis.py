@@ -5,7 +5,7 @@ from __future__ import annotations
 from dflashctl.diagnose import Diagnosis
 from dflashctl.render.status import diagnosis_lines, field
 from dflashctl.render.terminal import Terminal
-from dflashctl.render.text import crop, harmless, pad
+from dflashctl.render.text import crop, harmless, pad, wrap
 
 CASCADES = 3
 """Later errors that the first screen quotes."""
@@ -43,6 +43,8 @@ def screen(found: Diagnosis, terminal: Terminal, *, full: bool = False, explain:
             out += field("retry", found.retry, terminal)
         for n, advice in enumerate(found.advice if full else found.advice[:3]):
             out += field("fix" if n == 0 else "", advice, terminal)
+    elif found.title:
+        out += [*wrap(harmless(found.title), terminal.columns), ""]
     for note in found.notes:
         out += field("not read", note, terminal)
     if explain:

@@ -52,6 +52,14 @@ def test_the_report_fits_one_screen_in_its_order() -> None:
     assert order == sorted(order)
 
 
+def test_a_text_that_is_no_training_log_is_said_to_be_none() -> None:
+    code, out, _ = run("-", stdin=b"# A trainer\n\nTrains models on GPUs.\n")
+    first, blank, *words = out.splitlines()
+    assert (code, first, blank) == (5, "WARMING  as far as the log tells", "")
+    assert " ".join(words).startswith("nothing in it looks like training: no step, no phase, no error.")
+    assert max(map(len, words)) <= 100
+
+
 def test_explain_and_full() -> None:
     _, out, _ = run(str(OOM), "--explain", "--full")
     assert "the root" in out

@@ -209,3 +209,31 @@ def test_a_kernel_log_names_the_gpu(tmp_path: Path) -> None:
     found = diagnose_paths([log, dmesg], {**facts, "gpu_pci": ["00000000:3B:00.0", "00000000:41:00.0"]})
     assert (found.class_, found.where) == ("gpu-fell-off-bus", "GPU 1 (PCI 41:00)")
     assert diagnose_paths([log, dmesg], facts).where == "the GPU at PCI 41:00"
+
+
+OTHERS = {
+    "services": "tcpmux 1/tcp  # TCP port service multiplexer\necho 7/tcp\nhttps 443/tcp  # http protocol over TLS/SSL\n",
+    "readme": "# A trainer\n\nTrains models on GPUs.\n\n## Usage\n\nRun `make test`, then see docs/usage.md.\n"
+    "To compile its kernels it needs torch 2.11.\n" + 12 * "\nMore words.\n",
+    "empty": "\n\n",
+}
+BEGUN = {
+    "ours": "dflash trainer: torch 2.11.0, python 3.11.7, 1 target on cuda:0, 1 drafter on cuda:1, seed 0\n",
+    "survived": "loading tokenizer\nOSError: [Errno 5] Input/output error; retrying\n",
+    "compiling": "model on cuda:0\ncompiling the model (mode=max-autotune)\n",
+}
+
+
+@pytest.mark.parametrize("text", OTHERS.values(), ids=OTHERS)
+def test_a_text_that_is_no_training_log_is_told_to_be_none(tmp_path: Path, text: str) -> None:
+    (tmp_path / "x.txt").write_text(text)
+    found = diagnose_paths([tmp_path / "x.txt"])
+    assert (found.verdict, found.class_, found.root, found.title) == ("warming", None, None, evidence.NOTHING)
+    assert diagnose_paths([tmp_path / "x.txt"], {"process_alive": True}).title == ""
+
+
+@pytest.mark.parametrize("text", BEGUN.values(), ids=BEGUN)
+def test_a_log_that_has_just_begun_is_warming_and_no_more(tmp_path: Path, text: str) -> None:
+    (tmp_path / "x.txt").write_text(text)
+    found = diagnose_paths([tmp_path / "x.txt"])
+    assert (found.verdict, found.title) == ("warming", "")
