@@ -27,6 +27,7 @@ from pathlib import Path
 from typing import Any
 
 import numpy as np
+import reports
 import torch
 from effect import toml
 
@@ -222,8 +223,7 @@ def main() -> None:
             told = start(folder / "train.toml", run_dir, cache, args.steps)
             size = sum(path.stat().st_size for path in cache.rglob("*") if path.is_file())
             report["runs"].append({"cache": kind, **told, "cache_mb": round(size / 1e6)})
-            if args.json:
-                args.json.write_text(json.dumps(report, indent=1) + "\n", "utf-8")
+            reports.write(args.json, report)
             points = ", ".join(f"{name} {second}" for name, second in told["seconds"].items())
             print(f"{kind}: first step after {told['seconds']['first step']} s  ({points})", flush=True)
             if args.steps > 1:

@@ -35,6 +35,7 @@ from typing import Any
 
 import numpy as np
 import points  # before PyTorch: it names the cache
+import reports
 import torch
 from points import Point
 
@@ -237,7 +238,7 @@ def show_speed(found: list[tuple[Mix, list[Way]]], args: argparse.Namespace) -> 
     milliseconds = {}
     for point, result in points.run(sorted(weights, key=lambda p: -weights[p]), args):
         report["points"].append({"variant": point.variant, **asdict(point.work), **result})
-        write_json(args.json, report)
+        reports.write(args.json, report)
         if "error" not in result:
             milliseconds[point] = result["step_ms"]
         print(f"{point}  {result.get('error') or str(result['step_ms']) + ' ms'}", flush=True)
@@ -247,12 +248,7 @@ def show_speed(found: list[tuple[Mix, list[Way]]], args: argparse.Namespace) -> 
             report["mixes"].append({"mix": mix.name, "way": way.name, **told})
             figures = ", ".join(f"{value:,.4g} {name}" for name, value in told.items())
             print(f"{mix.name:<12} {way.name:<24} {figures or 'too few shapes were timed'}", flush=True)
-    write_json(args.json, report)
-
-
-def write_json(path: Path | None, report: dict[str, Any]) -> None:
-    if path is not None:
-        path.write_text(json.dumps(report, indent=1) + "\n", "utf-8")
+    reports.write(args.json, report)
 
 
 def main() -> None:

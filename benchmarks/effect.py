@@ -31,6 +31,7 @@ from pathlib import Path
 from typing import Any
 
 import heldout
+import reports
 import torch
 
 from trainer import config as trainer_config
@@ -187,12 +188,7 @@ def collect(args: argparse.Namespace, settings: Settings, folder: Path, report: 
                 {"seed": seed, **{name: future.result() for name, future in futures.items()}}
             )
             print(json.dumps(report["runs"][-1]), flush=True)
-            write(report, args.json)
-
-
-def write(report: dict[str, Any], path: Path | None) -> None:
-    if path is not None:
-        path.write_text(json.dumps(report, indent=1) + "\n", "utf-8")
+            reports.write(args.json, report)
 
 
 def options() -> argparse.ArgumentParser:
@@ -248,11 +244,10 @@ def main() -> None:
         if data is not None:
             try:
                 add_held_out(report, folder, settings, data, args.device)
-            except (
-                trainer_config.ConfigError
-            ) as error:  # ModelError is one; what was trained is told all the same
+            except trainer_config.ConfigError as error:  # ModelError is one
+                # what was trained is told all the same
                 failed = f"error: --held-out: {error}"
-            write(report, args.json)
+            reports.write(args.json, report)
     for side in list(report["runs"][0])[2:]:  # behind "seed" and "without"
         print(told(report["runs"]) if side == "with" else f"{side} alone\n{told(report['runs'], side)}")
     if failed is not None:

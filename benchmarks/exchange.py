@@ -14,7 +14,6 @@ from __future__ import annotations
 
 import argparse
 import functools
-import json
 import statistics
 import tempfile
 import threading
@@ -25,6 +24,7 @@ from typing import Any
 
 import dataset as mixes  # before PyTorch: it names the cache
 import numpy as np
+import reports
 import torch
 from torch import Tensor
 
@@ -213,8 +213,7 @@ def main() -> None:
         "rounds": [dict(took[at : at + len(WAYS)]) for at in range(0, len(took), len(WAYS))],
     }  # fmt: skip
     print(told(report))
-    if args.json is not None:
-        args.json.write_text(json.dumps(report, indent=1) + "\n", "utf-8")
+    reports.write(args.json, report)
 
 
 if __name__ == "__main__":

@@ -13,11 +13,11 @@ gradient.
 from __future__ import annotations
 
 import argparse
-import json
 import sys
 from pathlib import Path
 from typing import Any
 
+import reports
 import torch
 from torch import Tensor
 
@@ -73,9 +73,8 @@ def of_head(target: Target, ids: list[Tensor]) -> dict[str, Any]:
     labels = torch.cat([text[0, 1:] for text in ids]).to(target.device)[None, :, None]
     found = []
     for head in (target.head, HeadFP8(target.head)):
-        hidden = torch.stack((torch.zeros_like(states), states), 1)[
-            None
-        ].requires_grad_()  # slot 0: the anchor
+        slots = torch.stack((torch.zeros_like(states), states), 1)  # slot 0: the anchor
+        hidden = slots[None].requires_grad_()
         loss = block_loss(hidden, head, labels, torch.ones_like(labels, dtype=torch.bool)).loss
         (gradient,) = torch.autograd.grad(loss, hidden)
         found.append((float(loss.detach()), gradient[0, :, 1]))
@@ -109,8 +108,7 @@ def main() -> None:
         report = measure(args)
     except (ConfigError, DataError) as error:  # ModelError is one
         sys.exit(f"error: {error}")
-    if args.json is not None:
-        args.json.write_text(json.dumps(report, indent=1) + "\n", "utf-8")
+    reports.write(args.json, report)
 
 
 def measure(args: argparse.Namespace) -> dict[str, Any]:

@@ -14,13 +14,12 @@ from __future__ import annotations
 
 import argparse
 import itertools
-import json
 import sys
 from dataclasses import dataclass
 from pathlib import Path
-from typing import Any
 
 import numpy as np
+import reports
 import torch
 from torch import Tensor
 
@@ -155,12 +154,11 @@ def main() -> None:
     except (ConfigError, DataError) as error:  # ModelError is one
         sys.exit(f"error: {error}")
     print(told(found))
-    if args.json is not None:
-        report: dict[str, Any] = {
-            name: {"acceptance": won.acceptance, "tokens": won.tokens.tolist(), "cycles": won.cycles.tolist()}
-            for name, won in found.items()
-        }
-        args.json.write_text(json.dumps(report, indent=1) + "\n", "utf-8")
+    report = {
+        name: {"acceptance": won.acceptance, "tokens": won.tokens.tolist(), "cycles": won.cycles.tolist()}
+        for name, won in found.items()
+    }
+    reports.write(args.json, report)
 
 
 if __name__ == "__main__":

@@ -17,7 +17,6 @@ up to which that holds.
 from __future__ import annotations
 
 import argparse
-import json
 import math
 import tempfile
 import threading
@@ -30,6 +29,7 @@ from trainer.runtime import cache
 
 cache.use()  # before PyTorch is imported
 import numpy as np  # noqa: E402
+import reports  # noqa: E402
 import torch  # noqa: E402
 
 from trainer.bench import matmul_limit  # noqa: E402
@@ -224,8 +224,7 @@ def main() -> None:
             result = _result(seats, variant, shape, args, limit)
             report["results"].append(result)
             print(_line(result), flush=True)
-            if args.json:
-                args.json.write_text(json.dumps(report, indent=1) + "\n", "utf-8")
+            reports.write(args.json, report)
     print(f"{time.perf_counter() - began:.0f} s in all")
 
 

@@ -34,6 +34,7 @@ from types import SimpleNamespace
 from typing import Any
 
 import dataset as mixes  # before PyTorch: it names the cache
+import reports
 import torch
 from torch import Tensor
 
@@ -398,7 +399,7 @@ def main() -> None:
             for cell, (_, run) in zip(report["cells"], measured, strict=True):
                 if time.monotonic() < end:
                     cell["rounds"].append({name: round(value, 4) for name, value in run().items()})
-            mixes.write_json(args.json, report)
+            reports.write(args.json, report)
     print(told(report))
     if missing := sum(len(cell["rounds"]) < args.rounds for cell in report["cells"]):
         print(f"{missing} of {len(measured)} were left out, in a round at least, by --seconds")

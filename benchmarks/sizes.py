@@ -18,13 +18,13 @@ from __future__ import annotations
 import argparse
 import dataclasses
 import itertools
-import json
 import platform
 from dataclasses import asdict
 from pathlib import Path
 from typing import Any
 
 import points  # before PyTorch: it names the cache
+import reports
 import torch
 from points import Limits, Point
 
@@ -155,8 +155,7 @@ def main() -> None:
         for point, result in points.run(todo, args):
             report["points"].append({"variant": point.variant, **asdict(point.work), **result})
             compare(report)
-            if args.json is not None:
-                args.json.write_text(json.dumps(report, indent=1) + "\n", "utf-8")
+            reports.write(args.json, report)
             told = (
                 result["error"][:150]
                 if "error" in result
