@@ -300,10 +300,10 @@ def _possible(device: torch.device) -> list[str]:
 
 def _compare(results: list[dict[str, Any]]) -> None:
     """Give the last one its rate over that of `plain` in the same run and at the same batch, where there is one."""
-    last = results[-1]
-    for base in results[:-1]:
-        if base["variant"] == "plain" and base["batch"] == last["batch"] and not {"error"} & {*base, *last}:
-            last["over_plain"] = round(last["samples_per_s"] / base["samples_per_s"], 2)
+    *others, last = results
+    plain = next((r for r in others if (r["variant"], r["batch"]) == ("plain", last["batch"])), None)
+    if plain is not None and "error" not in {*plain, *last}:
+        last["over_plain"] = round(last["samples_per_s"] / plain["samples_per_s"], 2)
 
 
 def _write(path: Path | None, report: dict[str, Any]) -> None:

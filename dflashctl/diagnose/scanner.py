@@ -42,9 +42,8 @@ class Scanner:
         self.last_line = 0
         self.last_text = ""
         self.time: float | None = None
-        self.reported: Mapping[str, Any] | None = (
-            None  # our trainer's `failed` event, where these are its events
-        )
+        # our trainer's `failed` event, where these are its events
+        self.reported: Mapping[str, Any] | None = None
         self.reset()
 
     def reset(self) -> None:

@@ -71,9 +71,8 @@ class Terminal:
     def lost(self, error: OSError) -> None:
         """It could not be written to. Raises DflashError, but not for a reader that has gone, or for stderr."""
         self.closed = True
-        os.dup2(
-            os.open(os.devnull, os.O_WRONLY), self.stream.fileno()
-        )  # what is buffered must not fail again at exit
+        # what is buffered must not fail again at exit
+        os.dup2(os.open(os.devnull, os.O_WRONLY), self.stream.fileno())
         if not isinstance(error, BrokenPipeError) and self.stream is not sys.stderr:
             raise DflashError(
                 f"the output can't be written: {error.strerror}",
