@@ -241,6 +241,7 @@ def _run(args: argparse.Namespace, more: More) -> int:
     torch_device = devices.check(args.device or ("cuda:0" if torch.cuda.is_available() else "cpu"))
     device = Device(torch_device)
     variants = args.variants.split(",") if args.variants else _possible(torch_device)
+    variants.sort(key=lambda name: name != "plain")  # first, since the others are compared with it
     for variant in variants:
         if variant not in VARIANTS:
             print(f"error: no variant `{variant}`; there are {', '.join(VARIANTS)}", file=sys.stderr)

@@ -23,6 +23,7 @@ from trainer.memory import (
     workspace,
 )
 from trainer.modeling.target import resolve_dtype
+from trainer.pipeline.exchange import LANES
 from trainer.pipeline.plan import Plan
 from trainer.pipeline.sums import CHUNK
 from trainer.runtime import compile, graphs, nvml
@@ -177,7 +178,7 @@ def _of_drafters(
         items["sum of gradients"] = count * 4 * weights
         others = len(set(plan.drafter_devices)) - 1
         if captured and others:  # else they come when the activations have gone
-            items["gradients of others"] = count * min(2, others) * c * min(weights, CHUNK)
+            items["gradients of others"] = count * min(2, others) * c * min(weights, LANES * CHUNK)
     if not (with_targets and resolve_dtype(plan.config.target.dtype, device) == dtype):
         matrix = c * shape.vocab_size * shape.hidden_size
         items["embedding and head"] = count * matrix * (1 if size.tied else 2)

@@ -103,6 +103,13 @@ def test_bench_prints_a_line_a_variant_and_writes_json(
     assert [line.split()[0] for line in lines[3:]] == ["batch", "plain", "eager"]
 
 
+def test_plain_comes_first_wherever_it_is_named(capsys: pytest.CaptureFixture[str]) -> None:
+    assert main(["bench", *SIZE, "--variants", "eager,plain"]) == 0
+    plain, eager = capsys.readouterr().out.splitlines()[-2:]
+    assert (plain.split()[0], eager.split()[0]) == ("plain", "eager")
+    assert " times plain" in eager
+
+
 def test_others_come_last_and_what_they_raise_is_told(
     tmp_path: Path, capsys: pytest.CaptureFixture[str]
 ) -> None:

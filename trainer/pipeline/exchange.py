@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import itertools
 import threading
 from collections.abc import Callable, Iterator
 from typing import NamedTuple
@@ -13,6 +14,10 @@ from trainer.pipeline.channel import Stopped
 from trainer.pipeline.nodes import Nodes
 from trainer.pipeline.sums import CHUNK, SHARED_FROM, part_of, sum_in_pairs
 from trainer.runtime.devices import Device, Mark
+
+LANES = 2
+"""Streams of a worker that take turns at the chunks of a sum: one fetches while another adds. What a stream fetches is
+copied behind all that it did before, also where that only read."""
 
 
 class Share(NamedTuple):
@@ -41,8 +46,9 @@ class Exchange:
     """Averages over the D drafter workers of each node, always summed in one order: every worker gets the same bits.
 
     The average is weighted, so that all workers' losses make the loss of their batches taken together. The sum is float32,
-    in pairs in the order 0..D-1, then over nodes (`sum_in_pairs`). It is taken in a stream beside the worker's own: what
-    is complete before a backward ends is fetched and added while the rest of the backward runs.
+    in pairs in the order 0..D-1, then over nodes (`sum_in_pairs`). It is taken in streams beside the worker's own: what
+    is complete before a backward ends is fetched and added while the rest of the backward runs. They go first, since
+    each addition is short, and a matrix product that it would wait behind is not.
 
     Args:
         size: D.
@@ -59,7 +65,7 @@ class Exchange:
         self._taken: list[Mark | None] = [None] * size
         self._joint: tuple[Average, Mark] | None = None
         self._parts: dict[tuple[int, int], tuple[Tensor, Mark]] = {}
-        self._beside: list[Device | None] = [None] * size
+        self._lanes: list[list[Device]] = [[] for _ in range(size)]
         self._step = 0
         self._brought = threading.Barrier(size, action=lambda: decide(self._step))
         self._added = threading.Barrier(size)
@@ -90,8 +96,8 @@ class Exchange:
             assert self._joint is not None
             average, done = self._joint
             if index > 0:
-                total, scale, metrics = (device.fetch(tensor, done) for tensor in average)
-                average = Average(out.copy_(total), scale, metrics)
+                total = device.copy(average.total, done, out)
+                average = Average(total, *(device.fetch(tensor, done) for tensor in average[1:]))
         self._taken[index] = device.mark()
         self._meet(self._read)
         for mark in self._taken:
@@ -104,11 +110,13 @@ class Exchange:
         shares = [share for share in self._shares if share is not None]
         lone = self._size == 1 and self._nodes.alone
         if not lone:
-            beside = self._beside[index] = self._beside[index] or Device(device.torch)
-            beside.after(free)
-            with beside.entered():
-                self._add_gradients(index, beside, shares, out)
-            device.after(beside.mark())
+            lanes = self._lanes[index] = self._lanes[index] or [
+                Device(device.torch, True) for _ in range(LANES)
+            ]
+            for lane in lanes:
+                lane.after(free)
+            self._add_gradients(index, lanes, shares, out)
+            device.after(_joined(lanes))
         here = [(device.fetch(s.metrics, s.mark), device.fetch(s.weight, s.mark)) for s in shares]
         counted = [torch.cat((metrics * weight, weight[None])) for metrics, weight in here]
         totals = torch.empty_like(counted[0])
@@ -119,30 +127,32 @@ class Exchange:
         scale = torch.where(weight > 0, 1 / weight, 0)  # no label in any batch: nothing is learned
         return Average(shares[0].gradients if lone else out, scale, metrics * scale)
 
-    def _add_gradients(self, index: int, device: Device, shares: list[Share], out: Tensor) -> None:
+    def _add_gradients(self, index: int, lanes: list[Device], shares: list[Share], out: Tensor) -> None:
         """Piece by piece, as they become complete."""
         shared = self._size >= SHARED_FROM and self._nodes.alone
         begin = 0
         for piece, (end, _) in enumerate(shares[0].complete):
             mine = part_of(index, self._size, begin, end) if shared else (begin, end)
-            for part in _chunks(*mine):
-                sum_in_pairs(
-                    out[part], (device.fetch(s.gradients[part], s.complete[piece][1]) for s in shares)
-                )
+            for lane, part in _in_turn(lanes, *mine):
+                sum_in_pairs(out[part], (lane.fetch(s.gradients[part], s.complete[piece][1]) for s in shares))
             if shared:
-                self._parts[piece, index] = (out, device.mark())
+                self._parts[piece, index] = (out, _joined(lanes))
                 self._meet(self._added)
-                self._take_parts(index, device, out, piece, (begin, end))
+                self._take_parts(index, lanes, out, piece, (begin, end))
             if not self._nodes.alone:
-                self._nodes.add_up(out[begin:end])
+                _joined(lanes)
+                with lanes[0].entered():
+                    self._nodes.add_up(out[begin:end])
             begin = end
 
-    def _take_parts(self, index: int, device: Device, out: Tensor, piece: int, ends: tuple[int, int]) -> None:
+    def _take_parts(
+        self, index: int, lanes: list[Device], out: Tensor, piece: int, ends: tuple[int, int]
+    ) -> None:
         """What the others have added up of a piece, beginning with the next one's: not all from one at a time."""
         for other in (*range(index + 1, self._size), *range(index)):
             total, done = self._parts[piece, other]
-            for part in _chunks(*part_of(other, self._size, *ends)):
-                out[part].copy_(device.fetch(total[part], done))
+            for lane, part in _in_turn(lanes, *part_of(other, self._size, *ends)):
+                lane.copy(total[part], done, out[part])
 
     def abort(self) -> None:
         """Wake everyone who waits here, now and later, with Stopped."""
@@ -157,6 +167,15 @@ class Exchange:
             raise Stopped from None
 
 
-def _chunks(begin: int, end: int) -> Iterator[slice]:
-    """From begin to end, CHUNK at a time."""
-    return (slice(at, min(at + CHUNK, end)) for at in range(begin, end, CHUNK))
+def _in_turn(lanes: list[Device], begin: int, end: int) -> Iterator[tuple[Device, slice]]:
+    """From begin to end, CHUNK at a time, each with a lane that is entered meanwhile."""
+    for at, lane in zip(range(begin, end, CHUNK), itertools.cycle(lanes), strict=False):
+        with lane.entered():
+            yield lane, slice(at, min(at + CHUNK, end))
+
+
+def _joined(lanes: list[Device]) -> Mark:
+    """Let the first wait for the others; behind all of them."""
+    for other in lanes[1:]:
+        lanes[0].after(other.mark())
+    return lanes[0].mark()

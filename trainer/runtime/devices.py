@@ -47,14 +47,17 @@ def intra_op_threads(workers: int, configured: int = 0) -> int:
 class Device:
     """A worker's own view of a device: on CUDA with a stream for its work and one per peer device for copies.
 
-    Everything a worker computes runs on its stream, in the order it was issued; `Mark` and `fetch` are the only ways
-    across. On the CPU all of it is immediate.
+    Everything a worker computes runs on its stream, in the order it was issued; `Mark`, `fetch` and `copy` are the only
+    ways across. On the CPU all of it is immediate.
+
+    Args:
+        urgent: its kernels begin before those of streams that are not, wherever the device has room for one.
     """
 
-    def __init__(self, device: torch.device) -> None:
+    def __init__(self, device: torch.device, urgent: bool = False) -> None:
         self.torch = device
         self.cuda = device.type == "cuda"
-        self.stream = torch.cuda.Stream(device) if self.cuda else None
+        self.stream = torch.cuda.Stream(device, priority=-1 if urgent else 0) if self.cuda else None
         self._peers: dict[torch.device, torch.cuda.Stream] = {}
 
     def __str__(self) -> str:
@@ -98,27 +101,35 @@ class Device:
 
         On the same device the tensor itself; else a copy, made by the hardware without the host.
         """
+        if source.device != self.torch:
+            return self.copy(source, mark, torch.empty(source.shape, dtype=source.dtype, device=self.torch))
+        self.after(mark)
+        self._keep(source, self.stream)
+        return source
+
+    def copy(self, source: Tensor, mark: Mark, into: Tensor) -> Tensor:
+        """Write `source`, once `mark` has passed, to `into`, which is on this device; in this worker's stream."""
         if self.stream is None:
-            if source.device.type != "cpu":
-                mark.wait()
-            return source.to(self.torch)
-        if source.device == self.torch:
-            self.after(mark)
-            source.record_stream(self.stream)  # its memory stays until this stream has passed its last use
-            return source
-        if source.device.type == "cpu":
-            return source.to(self.torch, non_blocking=True)
-        # PyTorch copies on the source device's current stream, and lets ours wait for it.
-        peer = self._peers.get(source.device)
-        if peer is None:
-            peer = self._peers[source.device] = torch.cuda.Stream(source.device)
-        with torch.cuda.stream(peer):
+            mark.wait()
+            return into.copy_(source)
+        stream = self.stream
+        if source.device.type == "cuda" and source.device != self.torch:
+            # PyTorch copies on the source device's current stream, and lets ours wait for it.
+            if source.device not in self._peers:
+                self._peers[source.device] = torch.cuda.Stream(source.device)
+            stream = self._peers[source.device]
+        with torch.cuda.stream(stream):
             if mark.event is not None:
-                peer.wait_event(mark.event)
-            target = torch.empty(source.shape, dtype=source.dtype, device=self.torch)
-            target.copy_(source, non_blocking=True)
-            source.record_stream(peer)
-        return target
+                stream.wait_event(mark.event)
+            into.copy_(source, non_blocking=True)
+            self._keep(source, stream)
+        return into
+
+    @staticmethod
+    def _keep(tensor: Tensor, stream: torch.cuda.Stream | None) -> None:
+        """Its memory stays until this stream has passed its last use."""
+        if stream is not None and tensor.is_cuda:
+            tensor.record_stream(stream)
 
 
 class Mark:

@@ -160,12 +160,18 @@ class FakeDevice:
         if not self._apart or source.untyped_storage().data_ptr() not in self.memory.kept:  # or the host's
             self.after(mark)
             return source
-        here, self.memory.here.stream = self.memory.here.stream, self._peer
-        join(self._peer.clock, mark.clock)
-        copy = source.clone()
+        return self.copy(source, mark, torch.empty_like(source))
+
+    def copy(self, source: Tensor, mark: FakeMark, into: Tensor) -> Tensor:
+        """By a stream of the source's device where that is another, which waits for this one and is waited for."""
+        here, by = self.memory.here.stream, self._peer if self._apart else self.stream
+        join(by.clock, mark.clock)
+        join(by.clock, self.stream.clock)
+        self.memory.here.stream = by
+        into.copy_(source)
         self.memory.here.stream = here
-        join(self.stream.clock, self._peer.clock)
-        return copy
+        join(self.stream.clock, by.clock)
+        return into
 
 
 class _Watched(TorchDispatchMode):

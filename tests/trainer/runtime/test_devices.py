@@ -48,6 +48,9 @@ def test_on_the_cpu_fetching_is_free_and_marks_have_passed() -> None:
         cpu.after(mark)
         mark.wait()
         assert cpu.fetch(tensor, mark) is tensor
+        into = torch.zeros(3, dtype=torch.float64)
+        assert cpu.copy(tensor, mark, into) is into
+        assert torch.equal(into.float(), tensor)
 
 
 def test_on_the_cpu_a_device_is_idle_while_its_thread_waits() -> None:
@@ -103,4 +106,7 @@ def test_a_fetch_waits_for_the_other_stream() -> None:
                 got = other.fetch(value, mark)
                 assert got.device == other.torch
                 assert got.sum().item() == 1 << 22
+                into = torch.zeros(1 << 22, device=other.torch)
+                assert other.copy(value, mark, into) is into
+                assert into.sum().item() == 1 << 22
         del value
