@@ -33,6 +33,7 @@ def run(tmp_path: Path, parts: tuple[Path, Path], monkeypatch: pytest.MonkeyPatc
         **devices: Any,
     ) -> Memory:
         memory = Memory()
+        monkeypatch.setattr(exchange, "CHUNK", 10_000)  # several of each piece, so that lanes take turns
         for module in (targets, drafters, exchange):
             monkeypatch.setattr(module, "Device", lambda device, urgent=False: kind(device, memory, apart))
         if captured:
@@ -74,7 +75,7 @@ def test_streams_touch_nothing_together(
     assert not told, f"{len(told)} races, such as {told[:5]}"
 
 
-@pytest.mark.parametrize("where", ["_add_up", "average", "fetch"])
+@pytest.mark.parametrize("where", ["_add_up", "_joined", "average", "fetch"])
 def test_a_wait_that_is_left_out_is_noticed(run: Run, where: str) -> None:
     class Forgetful(FakeDevice):
         def after(self, mark: FakeMark) -> None:
@@ -99,6 +100,7 @@ def test_streams_of_a_node_among_others_touch_nothing_together(
     apart: bool, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     memory, size, length = Memory(), 3, 40
+    monkeypatch.setattr(exchange, "CHUNK", 8)
     monkeypatch.setattr(exchange, "Device", lambda device, urgent=False: FakeDevice(device, memory, apart))
     joint = exchange.Exchange(size, lambda step: None, _SeveralNodes())  # type: ignore[arg-type]
     sums: list[list[torch.Tensor]] = [[] for _ in range(size)]
