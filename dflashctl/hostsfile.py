@@ -11,6 +11,7 @@ import difflib
 import re
 import sys
 from collections.abc import Mapping
+from dataclasses import fields
 from pathlib import Path
 from typing import Any
 
@@ -97,22 +98,11 @@ def _default(top: Table, hosts: Mapping[str, Host], environ: Mapping[str, str]) 
 # One host
 
 
-_COMMON = ("kind", "workspace", "python", "devices", "warmup", "environment")
 _KEYS = {
-    "local": _COMMON,
-    "ssh": (
-        *_COMMON,
-        "address",
-        "user",
-        "port",
-        "identity_file",
-        "known_hosts_file",
-        "proxy_jump",
-        "connect_timeout",
-        "sudo",
-    ),
-    "pct": (*_COMMON, "via", "vmid", "node"),
+    cls.kind: ("kind", *(f.name for f in fields(cls) if f.name not in ("name", "source")))
+    for cls in (LocalHost, SshHost, PctHost)
 }
+"""By kind, what may stand in a host's table: the fields of its type."""
 
 
 def _host(source: Source, hosts: Mapping[str, Any], name: str, environ: Mapping[str, str]) -> Host:

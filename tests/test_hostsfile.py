@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import itertools
+import re
 import subprocess
 import sys
 from pathlib import Path
@@ -109,6 +110,28 @@ def test_the_file_may_define_local() -> None:
 
 def test_locals_workspace_honours_xdg() -> None:
     assert parse("", {"XDG_DATA_HOME": "/xdg"}).default.workspace == "/xdg/dflashctl"
+
+
+KEYS = [(kind, key) for kind, keys in hostsfile._KEYS.items() for key in keys if key != "kind"]
+
+
+def test_every_key_is_shown() -> None:
+    example = (ROOT / "hosts.example.toml").read_text()
+    page = (ROOT / "docs/architecture.md").read_text()
+    block = page[page.index("    [hosts.pve1]") : page.index("An ssh host without a `workspace`")]
+    for _, key in KEYS:
+        assert re.search(rf"^(# )?(\[hosts\.\w+\.)?{key}\b", example, re.MULTILINE), key
+        assert re.search(rf"\b{key}\b", block), key
+
+
+@pytest.mark.parametrize(("kind", "key"), KEYS)
+def test_every_key_is_read(kind: str, key: str) -> None:
+    """Else none would mind a value of no use to it, and one that is right would do nothing."""
+    needed = {"local": {}, "ssh": {"address": '"a"'}, "pct": {"via": '"local"', "vmid": "200"}}[kind]
+    table = {"kind": f'"{kind}"', **needed, key: "[[]]"}
+    with pytest.raises(ConfigError, match=key) as error:
+        parse("\n".join(["[hosts.a]", *(f"{k} = {value}" for k, value in table.items())]))
+    assert error.value.where == f"/somewhere/hosts.toml:{2 + list(table).index(key)}"
 
 
 # Which file
