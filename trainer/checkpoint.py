@@ -37,8 +37,14 @@ MASTERS, SHAPE, MOMENTS, RECORD = (
 )
 _NAME = re.compile(r"step-(\d{8,})")
 
-FREE_TO_CHANGE = frozenset({"train.log_every", "train.checkpoint_every", "train.keep"})
-"""Settings of the compared sections that a resumed run may change: they change no result."""
+COMPARED = ("target", "data", "drafter", "train", "runtime")
+"""Sections whose settings a resumed run must have as they were."""
+
+FREE_TO_CHANGE = frozenset(
+    {"train.log_every", "train.checkpoint_every", "train.keep"}
+    | {"runtime.compile", "runtime.cuda_graphs", "runtime.memory"}
+)
+"""Settings of these that it may change: they decide no result. A new setting is compared until it is named here."""
 
 
 class CheckpointError(ValueError):
@@ -251,14 +257,11 @@ def settings(config: Config, dataset: str, drafters: int | None = None) -> dict[
     either has, are not. `dataset` is the fingerprint of the data's content, `drafters` how many all nodes have together.
     """
     flat: dict[str, Any] = {}
-    for section in ("target", "data", "drafter", "train"):
+    for section in COMPARED:
         for key, value in dataclasses.asdict(getattr(config, section)).items():
             name = f"{section}.{key}"
             if name not in FREE_TO_CHANGE:
                 flat[name] = list(value) if isinstance(value, tuple) else value
-    flat["runtime.drafter_dtype"] = config.runtime.drafter_dtype
-    flat["runtime.fp8_target"] = config.runtime.fp8_target
-    flat["runtime.fp8_head"] = config.runtime.fp8_head
     flat["devices.drafters (count)"] = drafters or len(config.devices.drafters)
     flat["dataset content"] = dataset
     return flat

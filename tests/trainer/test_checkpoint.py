@@ -5,6 +5,7 @@ from __future__ import annotations
 import errno
 import json
 import os
+import re
 import resource
 import subprocess
 import sys
@@ -185,7 +186,9 @@ def test_resuming_with_other_settings_is_refused_by_name(tmp_path: Path) -> None
     record = {"settings": json.loads(json.dumps(checkpoint.settings(then, "abc")))}
     found = checkpoint.Checkpoint(tmp_path, record)
     free = {"steps": 10, "log_every": 3, "checkpoint_every": 1, "keep": 9}
-    same = parse({"train": free, "devices": {"drafters": ["cuda:0", "cuda:1"], "targets": ["cpu", "cpu"]}})
+    how = {"compile": "off", "cuda_graphs": "off", "memory": "warn"}
+    devices = {"drafters": ["cuda:0", "cuda:1"], "targets": ["cpu", "cpu"]}
+    same = parse({"train": free, "devices": devices, "runtime": how})
     checkpoint.refuse_differences(found, checkpoint.settings(same, "abc"))
     other = parse(
         {"train": {"steps": 20}, "drafter": {"layers": 2}, "runtime": {"fp8_target": True, "fp8_head": True}}
@@ -201,6 +204,19 @@ def test_resuming_with_other_settings_is_refused_by_name(tmp_path: Path) -> None
         "  devices.drafters (count): 2 in the checkpoint, 1 now",
         "  dataset content: 'abc' in the checkpoint, 'abd' now",
     ]
+
+
+def test_what_a_resumed_run_may_change_is_named_one_by_one() -> None:
+    """A setting that comes to be decides the result until somebody has thought about it."""
+    config = parse({})
+    sections = {name: vars(getattr(config, name)) for name in checkpoint.COMPARED}
+    known = {f"{name}.{key}" for name, keys in sections.items() for key in keys}
+    assert known - checkpoint.settings(config, "abc").keys() == checkpoint.FREE_TO_CHANGE
+    assert vars(config).keys() - sections.keys() == {"devices", "nodes", "evaluate", "warmup"}
+    page = (ROOT / "docs/training.md").read_text()
+    said = page[page.index("Free to change: ") : page.index("`[evaluate]`.")]
+    free = {name.removeprefix("train.") for name in checkpoint.FREE_TO_CHANGE}
+    assert free <= set(re.findall("`([^`]*)`", said))
 
 
 def test_a_setting_that_the_checkpoint_knows_nothing_of_is_named_as_such(tmp_path: Path) -> None:

@@ -1,5 +1,6 @@
 """The training configuration: what is refused, and that every key says what it means."""
 
+import ast
 import dataclasses
 import math
 import re
@@ -10,6 +11,7 @@ import pytest
 from trainer import config
 from trainer.config import Config, ConfigError, load, parse, resolve
 
+ROOT = Path(__file__).parents[2]
 SECTIONS = {f.name: f.default_factory for f in dataclasses.fields(Config) if f.name != "warmup"}
 
 
@@ -140,3 +142,12 @@ def test_every_key_says_what_it_means():
         body = text[text.index(f"class {made.__name__}:") :]
         for field in dataclasses.fields(made):
             assert re.search(rf"^    {field.name}: [^#]*#", body, re.MULTILINE), field.name
+
+
+def test_every_key_is_read_by_somebody():
+    """One that isn't is taken, checked, and without effect."""
+    files = [f for f in (ROOT / "trainer").rglob("*.py") if f.name != "config.py"]
+    nodes = [node for file in files for node in ast.walk(ast.parse(file.read_text()))]
+    read = {node.attr for node in nodes if isinstance(node, ast.Attribute)}
+    keys = {f"{name}.{key}" for name, made in SECTIONS.items() for key in vars(made())}
+    assert {key for key in keys if key.partition(".")[2] not in read} == set()
