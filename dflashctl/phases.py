@@ -20,6 +20,7 @@ PHASE_WORDS = {
     "saving": "after the last step",
     "evaluating": "in evaluation",
 }
+"""All phases, in their order, for a sentence."""
 
 
 @dataclass(frozen=True)
@@ -34,7 +35,7 @@ class Rung:
 
 
 def phase_of(s: Snapshot) -> str:
-    """Which of snapshot.PHASES the run is (or was) in, from its events alone."""
+    """Which of PHASE_WORDS the run is (or was) in, from its events alone."""
     e = s.events
     if _is_evaluating(s):
         return "evaluating"

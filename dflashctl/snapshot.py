@@ -17,18 +17,6 @@ from dflashctl.config import WARMUP
 if TYPE_CHECKING:
     from dflashctl.diagnose.reader import Reader
 
-PHASES = (
-    "start",
-    "dataset",
-    "buckets",
-    "targets",
-    "drafters",
-    "first_step",
-    "training",
-    "saving",
-    "evaluating",
-)
-
 
 def mapping(value: Any) -> Mapping[str, Any]:
     return value if isinstance(value, Mapping) else {}

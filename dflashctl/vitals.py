@@ -26,7 +26,7 @@ def judge_living(s: Snapshot, state: State, previous: Snapshot | None, now: floa
     Args:
         previous: an earlier snapshot of the run, for rates; None: there are none.
         now: the clock over there, epoch seconds.
-        phase: one of snapshot.PHASES.
+        phase: one of phases.PHASE_WORDS.
     """
     failed = s.events.newest("failed")
     if failed:

@@ -2,6 +2,7 @@
 
 import ast
 import dataclasses
+import inspect
 import re
 from pathlib import Path
 
@@ -9,8 +10,14 @@ import pytest
 import typer
 
 from dflashctl.cli.app import app
+from dflashctl.config import WARMUP
 from dflashctl.errors import ExitCode
-from dflashctl.remote import agent, supervisor
+from dflashctl.phases import PHASE_WORDS
+from dflashctl.remote import agent, journal, supervisor
+from dflashctl.render import jsonout
+from dflashctl.snapshot import Step
+from dflashctl.stop import Stopped
+from dflashctl.verdict import EXIT_CODES
 from trainer.config import Config
 from trainer.events import Events
 
@@ -98,10 +105,57 @@ def test_the_record_of_a_run_is_whole():
     assert set(re.findall(r'"(\w+)"(?:: |,|})', part)) >= set(supervisor.new_state("a", None))
 
 
+EVENTS = {name for name in vars(Events) if not name.startswith("_")} - {"emit", "close"}
+
+
 def test_the_events_are_all_there():
     part = re.search(r"^`(start, .*)`\.$", ARCHITECTURE, re.MULTILINE)[1]
-    methods = [name for name in vars(Events) if not name.startswith("_") and name not in ("emit", "close")]
-    assert sorted(part.split(", ")) == sorted(methods)
+    assert sorted(part.split(", ")) == sorted(EVENTS)
+    kept = re.search(r"its last event, or a list of all: ([^}]*)}", ARCHITECTURE)[1]
+    assert sorted(re.findall(r"\w+", kept)) == sorted(journal.REPEATED)
+
+
+def test_the_events_and_figures_that_are_read_are_told():
+    """The agent and `status` know them by name alone."""
+    trees = [ast.parse(file.read_text()) for file in (ROOT / "dflashctl").rglob("*.py")]
+    calls = [node for tree in trees for node in ast.walk(tree) if isinstance(node, ast.Call)]
+    asking = [c for c in calls if re.search(r"(\.newest|\.time|phases\.get|^indexes)$", ast.unparse(c.func))]
+    read = {arg.value for call in asking for arg in call.args if isinstance(arg, ast.Constant)}
+    assert {"evaluating", "drafter_ready", "checkpoint"} <= read <= EVENTS
+    assert set(journal.REPEATED) <= EVENTS
+    assert {field.name for field in dataclasses.fields(Step)} - {"t"} <= inspect.signature(
+        Events.step
+    ).parameters.keys()
+
+
+def test_the_states_and_phases_are_all_there():
+    said = {word: re.search(rf"{word}:\s+`([^`]*)`", ARCHITECTURE)[1] for word in ("States", "Phases")}
+    assert sorted(said["States"].split(", ")) == sorted(EXIT_CODES)
+    assert said["Phases"].split(", ") == list(PHASE_WORDS)
+    table = CLI[CLI.index("| state | when | code |") : CLI.index("**Windows.**")]
+    codes = re.findall(r"^\| (\w+) \|.*\| (\d) \|$", table, re.MULTILINE)
+    assert {state for state, _ in codes} == set(EXIT_CODES)
+    assert {(state, str(int(code))) for state, code in EXIT_CODES.items()} <= set(codes)
+
+
+def test_the_windows_of_silence_are_as_said():
+    wanted = [f"{seconds:g}" for seconds in WARMUP.values()]
+    example = (ROOT / "hosts.example.toml").read_text()
+    assert re.findall(r"\d+", re.search(r"the defaults are (.*)\.", example)[1]) == wanted
+    assert re.findall(r"\d+", re.search(r"else start (.*?)\.", CLI, re.DOTALL)[1]) == wanted
+    assert re.search(r"warmup = \{ (.*) \}", ARCHITECTURE)[1] == ", ".join(
+        f"{phase} = {seconds:g}" for phase, seconds in WARMUP.items()
+    )
+
+
+@pytest.mark.parametrize("command", ["status", "ls", "launch", "stop"])
+def test_the_fields_of_json_are_all_there(command):
+    said = re.search(rf"^\| {command} \| (`([^`]*)`.*) \|$", CLI, re.MULTILINE)
+    made = jsonout.runs if command == "ls" else getattr(jsonout, command)
+    fields = set(re.findall(r'"(\w+)":', inspect.getsource(made)))
+    if command == "stop":
+        fields |= {field.name for field in dataclasses.fields(Stopped)}
+    assert set(said[2].split()) <= fields <= set(re.findall(r"\w+", said[1]))
 
 
 BELOW = {

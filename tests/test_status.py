@@ -8,9 +8,11 @@ import pytest
 from hypothesis import given, settings
 from hypothesis import strategies as st
 
+from dflashctl.casefile import VERDICTS
 from dflashctl.diagnose.model import STOPPED_BY_US
 from dflashctl.phases import last_event
 from dflashctl.remote import supervisor
+from dflashctl.render.status import COLOURS
 from dflashctl.snapshot import Snapshot
 from dflashctl.status import judge
 from dflashctl.verdict import EXIT_CODES
@@ -38,20 +40,8 @@ def test_state_phase_and_code_of_each_fixture(name, state, phase, code):
     assert (verdict.state, verdict.phase, verdict.exit_code) == (state, phase, code)
 
 
-def test_every_state_has_the_documented_exit_code():
-    states = [
-        "launching",
-        "warming",
-        "training",
-        "evaluating",
-        "stalled",
-        "degraded",
-        "finished",
-        "failed",
-        "stopped",
-        "lost",
-    ]
-    assert sorted(EXIT_CODES) == sorted(states)
+def test_every_state_has_a_colour_and_what_a_diagnosis_calls_it():
+    assert EXIT_CODES.keys() == COLOURS.keys() == VERDICTS.keys()
 
 
 def test_an_xid_names_the_index_of_the_gpu():

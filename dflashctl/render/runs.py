@@ -10,7 +10,7 @@ from dflashctl.render.status import COLOURS
 from dflashctl.render.terminal import Terminal
 from dflashctl.render.text import harmless, pad, width, wrap
 from dflashctl.snapshot import Snapshot, finite, text
-from dflashctl.verdict import Verdict
+from dflashctl.verdict import ENDED, Verdict
 from dflashctl.words import count, duration, loss
 
 TITLES = ("RUN", "HOST", "STATE", "STEP", "LOSS", "ACCEPT", "RATE", "AGE")
@@ -84,7 +84,7 @@ def _row(host: str, s: Snapshot, verdict: Verdict) -> tuple[str, ...]:
         f"{count(step.step)}" + (f" / {count(step.steps)}" if step.steps is not None else "") if step else "-"
     )
     rate = f"{step.samples_per_s:.1f} smp/s" if step and step.samples_per_s is not None else "-"
-    living = verdict.state in ("launching", "warming", "training", "evaluating", "stalled", "degraded")
+    living = verdict.state not in ENDED
     return (
         harmless(s.run_id),
         host,
