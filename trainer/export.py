@@ -14,6 +14,7 @@ import json
 import os
 import shutil
 import tempfile
+from collections.abc import Callable
 from pathlib import Path
 from typing import Any
 
@@ -28,7 +29,6 @@ from trainer.modeling.drafter import Drafter
 from trainer.modeling.layout import DrafterConfig
 from trainer.modeling.target import DTYPES, Target, load_config
 
-LAYOUTS = ("zlab", "speculators")
 TARGETS_OWN = ("embed_tokens.weight", "lm_head.weight")
 """Tensors of the speculators layout that are the target's."""
 
@@ -83,7 +83,7 @@ def export(
     Args:
         checkpoint: a training checkpoint, or an export.
         output: folder to make; it must not exist, or be empty.
-        layout: zlab or speculators.
+        layout: one of LAYOUTS.
         dtype: of the weights, by name.
         target: the target's folder, whose embedding and head the speculators layout holds.
 
@@ -96,16 +96,8 @@ def export(
     config, drafter = load_drafter(checkpoint)
     if output.exists() and (not output.is_dir() or any(output.iterdir())):
         raise ModelError(f"{output}: there is something already; name a new folder")
-    tensors: dict[str, Tensor] = dict(drafter.state_dict())
-    if layout == "speculators":
-        if target is None:
-            raise ModelError(
-                "the speculators layout holds the target's embedding and head: name it with --target"
-            )
-        raw, own = _to_speculators(config, target, dtype)
-        tensors |= own
-    else:
-        raw = config.to_zlab(dtype)
+    raw, own = LAYOUTS[layout](config, target, dtype)
+    tensors: dict[str, Tensor] = drafter.state_dict() | own
     tensors = {name: tensor.detach().to(DTYPES[dtype]).contiguous() for name, tensor in tensors.items()}
     try:
         _write(output, tensors, raw)
@@ -152,10 +144,19 @@ def _check_tensors(path: Path, drafter: Drafter, state: dict[str, Tensor]) -> No
         raise ModelError(f"{path}: " + "; ".join(faults[:4]))
 
 
-def _to_speculators(
-    config: DrafterConfig, target: Path, dtype: str
-) -> tuple[dict[str, Any], dict[str, Tensor]]:
-    """config.json of the speculators layout, and the target's two matrices."""
+Written = tuple[dict[str, Any], dict[str, Tensor]]
+"""config.json, and the tensors that go in beside the drafter's own."""
+
+
+def _to_zlab(config: DrafterConfig, target: Path | None, dtype: str) -> Written:
+    return config.to_zlab(dtype), {}
+
+
+def _to_speculators(config: DrafterConfig, target: Path | None, dtype: str) -> Written:
+    if target is None:
+        raise ModelError(
+            "the speculators layout holds the target's embedding and head: name it with --target"
+        )
     loaded = Target.load(target, "cpu", dtype, config.target_layer_ids)
     if loaded.embedding.shape != (config.vocab_size, config.hidden_size):
         raise ModelError(
@@ -194,6 +195,13 @@ def _to_speculators(
     return raw, own
 
 
+LAYOUTS: dict[str, Callable[[DrafterConfig, Path | None, str], Written]] = {
+    "zlab": _to_zlab,
+    "speculators": _to_speculators,
+}
+"""What is written of a drafter, its target's folder and a dtype; `load_drafter` reads all of them back."""
+
+
 def _from_speculators(raw: dict[str, Any]) -> DrafterConfig:
     if raw["speculators_model_type"] != "dflash":
         raise ModelError(f"speculators_model_type {raw['speculators_model_type']!r}: only dflash")
@@ -224,7 +232,7 @@ def add_arguments(parser: argparse.ArgumentParser) -> None:
     parser.add_argument("--output", required=True, type=Path, metavar="DIR", help="folder to make")
     parser.add_argument(
         "--layout",
-        choices=LAYOUTS,
+        choices=tuple(LAYOUTS),
         default="zlab",
         help="zlab (default): for SGLang and vLLM; speculators: vLLM",
     )

@@ -12,8 +12,9 @@ import torch
 from safetensors.torch import load_file, save_file
 from transformers import Qwen3Config, Qwen3ForCausalLM
 
+from trainer import export as module
 from trainer.config import DrafterSection
-from trainer.export import add_arguments, export, load_drafter, run
+from trainer.export import LAYOUTS, add_arguments, export, load_drafter, run
 from trainer.modeling import ModelError
 from trainer.modeling.drafter import Drafter, DrafterConfig
 from trainer.modeling.target import Target
@@ -57,7 +58,14 @@ def logits(drafter: Drafter, target: Path) -> torch.Tensor:
         return drafter(context, model.embedding[block], anchors, valid) @ model.head.T
 
 
-@pytest.mark.parametrize("layout", ["zlab", "speculators"])
+@pytest.mark.parametrize("layout", LAYOUTS)
+def test_each_layout_is_explained(layout: str) -> None:
+    assert f"\n{layout} " in str(module.__doc__)
+    page = Path(module.__file__).parents[1] / "docs/method.md"
+    assert f"| `{layout}` |" in page.read_text()
+
+
+@pytest.mark.parametrize("layout", LAYOUTS)
 def test_same_logits_after_the_round_trip(
     tmp_path: Path, target: Path, checkpoint: Path, layout: str
 ) -> None:

@@ -18,6 +18,7 @@ from typing import Any
 import torch
 from torch import Tensor
 
+from trainer.config import CHOICES
 from trainer.modeling import fp8
 
 CHUNK_ELEMENTS = 5 << 26
@@ -53,7 +54,7 @@ def slot_weights(ce: Tensor, valid: Tensor, kind: str, gamma: float, alpha: floa
     Args:
         ce: cross-entropies, `[..., K-1]`, nats.
         valid: `[..., K-1]` bool. For ce-dpace an invalid slot ends the product for those behind it.
-        kind: ce-decay or ce-dpace.
+        kind: one of `train.loss`, see the module.
         gamma: decay length in slots (ce-decay).
         alpha: smoothing (ce-dpace), 0 to 1.
     """
@@ -63,7 +64,7 @@ def slot_weights(ce: Tensor, valid: Tensor, kind: str, gamma: float, alpha: floa
     if kind == "ce-dpace":
         smoothed = ((1 - alpha) * torch.exp(-ce) + alpha) * valid
         return smoothed.cumprod(-1).flip(-1).cumsum(-1).flip(-1) * valid
-    raise ValueError(f"unknown loss kind {kind!r}: ce-decay or ce-dpace")
+    raise ValueError(f"unknown loss kind {kind!r}: {' or '.join(CHOICES['train.loss'])}")
 
 
 def cross_entropy_(logits: Tensor, labels: Tensor, valid: Tensor) -> tuple[Tensor, Tensor]:

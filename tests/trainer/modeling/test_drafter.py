@@ -9,7 +9,7 @@ import torch
 from torch import Tensor
 
 from tests.trainer.modeling.conftest import qwen3
-from trainer.config import DrafterSection
+from trainer.config import CHOICES, DrafterSection
 from trainer.modeling.cache import ContextCache
 from trainer.modeling.drafter import Drafter, DrafterConfig
 from trainer.modeling.losses import block_loss
@@ -237,7 +237,7 @@ def test_a_gap_between_context_and_anchor_is_refused(pair: tuple[Target, Drafter
         drafter.propose(context[:, :11], x, 12, ContextCache(2))
 
 
-@pytest.mark.parametrize("kind", ["ce-decay", "ce-dpace"])
+@pytest.mark.parametrize("kind", CHOICES["train.loss"])
 def test_overfitting_one_batch_brings_acceptance_to_the_block_size(
     pair: tuple[Target, Drafter], tokens: Tensor, kind: str
 ) -> None:

@@ -5,6 +5,7 @@ from __future__ import annotations
 import gc
 import math
 import weakref
+from pathlib import Path
 from typing import Any
 
 import pytest
@@ -15,6 +16,8 @@ from hypothesis import strategies as st
 from torch import Tensor
 from torch.utils._python_dispatch import TorchDispatchMode
 
+from trainer.config import CHOICES
+from trainer.modeling import losses
 from trainer.modeling.losses import (
     CHUNK_ELEMENTS,
     HeadFP8,
@@ -27,6 +30,8 @@ from trainer.modeling.losses import (
     slot_weights,
 )
 
+ROOT = Path(__file__).parents[3]
+KINDS = CHOICES["train.loss"]
 B, A, K, D, V = 2, 3, 5, 7, 11
 
 needs_cuda = pytest.mark.skipif(not torch.cuda.is_available(), reason="needs a CUDA device")
@@ -56,13 +61,20 @@ def plain(
                 if kind == "ce-decay":
                     w = torch.tensor(math.exp(-k / gamma), dtype=ce.dtype)
                 else:
+                    assert kind == "ce-dpace"
                     q = (1 - alpha) * torch.exp(-ce.detach()) + alpha
                     w = torch.stack([q[: m + 1].prod() for m in range(k, last)]).sum()
                 total, weight = total + w * ce[k], weight + w
     return total / weight
 
 
-@pytest.mark.parametrize("kind", ["ce-decay", "ce-dpace"])
+@pytest.mark.parametrize("kind", KINDS)
+def test_each_kind_is_explained(kind: str) -> None:
+    assert f"    {kind} " in str(losses.__doc__)
+    assert f"| `{kind}` |" in (ROOT / "docs/method.md").read_text()
+
+
+@pytest.mark.parametrize("kind", KINDS)
 @pytest.mark.parametrize("chunk", [0, 1, 2, 4, 100])
 def test_chunked_loss_and_gradient_equal_the_plain_ones(kind: str, chunk: int) -> None:
     hidden, head, labels, valid = batch()
@@ -75,7 +87,7 @@ def test_chunked_loss_and_gradient_equal_the_plain_ones(kind: str, chunk: int) -
     assert torch.equal(got[:, :, 0], torch.zeros_like(got[:, :, 0])), "slot 0 predicts nothing"
 
 
-@pytest.mark.parametrize("kind", ["ce-decay", "ce-dpace"])
+@pytest.mark.parametrize("kind", KINDS)
 def test_bfloat16_stays_close_to_float64(kind: str) -> None:
     hidden, head, labels, valid = batch(dtype=torch.bfloat16)
     out = block_loss(hidden, head, labels, valid, kind, gamma=4.0, chunk=2)
@@ -99,7 +111,7 @@ def test_logits_of_invalid_slots_do_not_matter() -> None:
     assert torch.equal(first.hits, other.hits)
 
 
-@pytest.mark.parametrize("kind", ["ce-decay", "ce-dpace"])
+@pytest.mark.parametrize("kind", KINDS)
 def test_a_batch_without_a_valid_slot_costs_nothing_and_teaches_nothing(kind: str) -> None:
     hidden, head, labels, valid = batch()
     out = block_loss(hidden, head, labels, torch.zeros_like(valid), kind)

@@ -9,12 +9,12 @@ from typing import Any
 
 import pytest
 import torch
-from transformers import Qwen3Config, Qwen3ForCausalLM
+from transformers import AutoConfig, AutoModelForCausalLM, Qwen3Config, Qwen3ForCausalLM
 
 from tests.trainer.modeling.conftest import qwen3
 from trainer.modeling import ModelError
 from trainer.modeling.decoder import Projection
-from trainer.modeling.target import Target, layer_forward, load_config, resolve_dtype
+from trainer.modeling.target import PLAIN_DECODERS, Target, layer_forward, load_config, resolve_dtype
 from trainer.runtime import compile
 
 
@@ -198,10 +198,19 @@ def test_stop_ids_come_from_both_configs(family: Callable[..., Any]) -> None:
     assert Target(model, (1,)).stop_ids() == {1, 5, 6}
 
 
-def test_plain_families_run_layer_by_layer_and_give_the_decoders_states(
-    family: Callable[..., Any], ids: torch.Tensor
-) -> None:
-    target = Target(family().double(), (0, 3))
+@pytest.mark.parametrize("kind", sorted(PLAIN_DECODERS))
+def test_plain_families_run_layer_by_layer_and_give_the_decoders_states(kind: str, ids: torch.Tensor) -> None:
+    """With biases, where a family has any, and norms that are not 1, as only trained models have them."""
+    shape = {"hidden_size": 32, "intermediate_size": 64, "num_hidden_layers": 5, "num_attention_heads": 4}
+    shape |= {"num_key_value_heads": 2, "head_dim": 8, "vocab_size": 64, "pad_token_id": 0}
+    config = AutoConfig.for_model(kind, **shape, sliding_window=None)
+    model = AutoModelForCausalLM.from_config(config, dtype=torch.float64).eval()
+    with torch.no_grad():
+        for p in model.parameters():
+            p.add_(
+                torch.randn(p.shape, generator=torch.Generator().manual_seed(p.numel()), dtype=p.dtype) / 5
+            )
+    target = Target(model, (0, 3))
     assert target.by_layer
     by_layer = target.features(ids)
     target.by_layer = False
