@@ -56,6 +56,13 @@ def test_tests_that_are_named_exist(page):
 
 
 @pytest.mark.parametrize("page", PAGES, ids=lambda page: str(page.relative_to(ROOT)))
+def test_files_that_are_named_exist(page):
+    folders = [ROOT, ROOT / "dflashctl", ROOT / "trainer", page.parent]
+    for name in re.findall(r"`((?:[\w-]+/)+[a-z]\w*\.(?:py|sh|toml|txt|examples))\b", page.read_text()):
+        assert any((folder / name).exists() for folder in folders), name
+
+
+@pytest.mark.parametrize("page", PAGES, ids=lambda page: str(page.relative_to(ROOT)))
 def test_settings_that_are_named_exist(page):
     known = {field.name: field.default_factory for field in dataclasses.fields(Config)}
     del known["warmup"]  # its keys are phases

@@ -35,7 +35,7 @@ def test_help_is_as_written(bare_cli, command):
     if os.environ.get("DFLASH_UPDATE_GOLDEN"):
         file.parent.mkdir(exist_ok=True)
         file.write_text(shown.stdout)
-    assert shown.stdout == file.read_text()
+    assert shown.stdout == file.read_text(), "if it is meant: DFLASH_UPDATE_GOLDEN=1 writes it anew"
     assert max(map(len, shown.stdout.splitlines())) <= 100
 
 
