@@ -176,9 +176,9 @@ def _of_drafters(
     items["optimizer"] = count * optimizer_bytes(weights)
     if plan.all_drafters > 1:
         items["sum of gradients"] = count * 4 * weights
-        others = len(set(plan.drafter_devices)) - 1
+        others = plan.drafters - count  # of one's own device nothing is copied
         if captured and others:  # else they come when the activations have gone
-            items["gradients of others"] = count * min(2, others) * c * min(weights, LANES * CHUNK)
+            items["gradients of others"] = count * others * c * min(weights, LANES * CHUNK)
     if not (with_targets and resolve_dtype(plan.config.target.dtype, device) == dtype):
         matrix = c * shape.vocab_size * shape.hidden_size
         items["embedding and head"] = count * matrix * (1 if size.tied else 2)

@@ -195,6 +195,7 @@ class Learner(Worker):
 
     def _warm_up_update(self) -> None:
         """An update that is dropped, for its loss is NaN: loads what it needs, and is captured; changes nothing."""
+        self._exchange.warm_up(self.flat.gradients, self._sum)
         self._mean.fill_(torch.nan)
         self._update()
         update: Callable[[], object] = self._update

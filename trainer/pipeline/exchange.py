@@ -12,7 +12,7 @@ from torch import Tensor
 
 from trainer.pipeline.channel import Stopped
 from trainer.pipeline.nodes import Nodes
-from trainer.pipeline.sums import CHUNK, SHARED_FROM, part_of, sum_in_pairs
+from trainer.pipeline.sums import ALIGNED, CHUNK, SHARED_FROM, part_of, sum_in_pairs
 from trainer.runtime.devices import Device, Mark
 
 LANES = 2
@@ -47,8 +47,7 @@ class Exchange:
 
     The average is weighted, so that all workers' losses make the loss of their batches taken together. The sum is float32,
     in pairs in the order 0..D-1, then over nodes (`sum_in_pairs`). It is taken in streams beside the worker's own: what
-    is complete before a backward ends is fetched and added while the rest of the backward runs. They go first, since
-    each addition is short, and a matrix product that it would wait behind is not.
+    is complete before a backward ends is fetched and added while the rest of the backward runs.
 
     Args:
         size: D.
@@ -70,6 +69,13 @@ class Exchange:
         self._brought = threading.Barrier(size, action=lambda: decide(self._step))
         self._added = threading.Barrier(size)
         self._read = threading.Barrier(size)
+
+    def warm_up(self, gradients: Tensor, out: Tensor) -> None:
+        """Load what adds up, by one worker at a time: kernels are compiled. What is in `out` is lost."""
+        if self._size > 1 or not self._nodes.alone:
+            for size, dtype in ((ALIGNED, gradients.dtype), (3, torch.float32)):
+                part = gradients.new_zeros(size, dtype=dtype)
+                sum_in_pairs(out[:size], [part] * self._size)
 
     @torch.no_grad()
     def average(
@@ -110,9 +116,7 @@ class Exchange:
         shares = [share for share in self._shares if share is not None]
         lone = self._size == 1 and self._nodes.alone
         if not lone:
-            lanes = self._lanes[index] = self._lanes[index] or [
-                Device(device.torch, True) for _ in range(LANES)
-            ]
+            lanes = self._lanes[index] = self._lanes[index] or [Device(device.torch) for _ in range(LANES)]
             for lane in lanes:
                 lane.after(free)
             self._add_gradients(index, lanes, shares, out)

@@ -9,6 +9,9 @@ from torch import Tensor
 CHUNK = 1 << 24
 """Elements of a gradient that are summed at a time: bounds what the sum needs beside the gradients themselves."""
 
+ALIGNED = 64
+"""Elements from the front of which every part begins at a multiple: hardware reads whole words, and kernels know it."""
+
 SHARED_FROM = 4
 """Drafters of one node from which each adds up a part, and takes the others' parts from them.
 
@@ -26,7 +29,8 @@ def fetched(drafters: int) -> float:
 def part_of(index: int, drafters: int, begin: int, end: int) -> tuple[int, int]:
     """Where the part begins and ends that worker `index` adds up, of what lies between `begin` and `end`."""
     length = end - begin
-    return begin + index * length // drafters, begin + (index + 1) * length // drafters
+    cuts = [n * length // drafters // ALIGNED * ALIGNED for n in range(drafters)] + [length]
+    return begin + cuts[index], begin + cuts[index + 1]
 
 
 def sum_in_pairs(out: Tensor, parts: Iterable[Tensor]) -> None:
@@ -34,13 +38,18 @@ def sum_in_pairs(out: Tensor, parts: Iterable[Tensor]) -> None:
     ((p0 + p1) + (p2 + p3)) + p4.
 
     So a sum of sums is the same to the last bit where each of these has the same power of two of parts; and nodes with
-    1, 2, 4 or 8 drafters each add up what one node with all of them would. Never more than log2 of the number of parts is
-    held beside `out`.
+    1, 2, 4 or 8 drafters each add up what one node with all of them would.
 
     Args:
-        parts: at least one, of the shape of `out`, of its dtype or a narrower one, on its device; taken one by one, and
-            not changed.
+        out: `[N]`.
+        parts: at least one, each like `out`, of its dtype or a narrower one, on its device; not changed. On a GPU all are
+            held at once, else taken one by one.
     """
+    if out.is_cuda:
+        from trainer.kernels import sums as kernel
+
+        kernel.sum_in_pairs(out, list(parts))
+        return
     sums: list[tuple[int, Tensor]] = []  # (n, the sum of 2 ** n parts): from left to right n falls
     for part in parts:
         level = 0

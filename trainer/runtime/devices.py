@@ -49,15 +49,12 @@ class Device:
 
     Everything a worker computes runs on its stream, in the order it was issued; `Mark`, `fetch` and `copy` are the only
     ways across. On the CPU all of it is immediate.
-
-    Args:
-        urgent: its kernels begin before those of streams that are not, wherever the device has room for one.
     """
 
-    def __init__(self, device: torch.device, urgent: bool = False) -> None:
+    def __init__(self, device: torch.device) -> None:
         self.torch = device
         self.cuda = device.type == "cuda"
-        self.stream = torch.cuda.Stream(device, priority=-1 if urgent else 0) if self.cuda else None
+        self.stream = torch.cuda.Stream(device) if self.cuda else None
         self._peers: dict[torch.device, torch.cuda.Stream] = {}
 
     def __str__(self) -> str:

@@ -1,6 +1,6 @@
 """The Triton kernels without a GPU, where Triton is installed (`pip install triton`): compiled for cards, and interpreted.
 
-On a GPU tests/trainer/modeling/{test_attention,test_losses}.py run them as they are.
+On a GPU tests/trainer/modeling/{test_attention,test_losses}.py and tests/trainer/pipeline/test_sums.py run them as they are.
 """
 
 from __future__ import annotations
@@ -90,10 +90,22 @@ def test_swiglu_compiles(block: int) -> None:
     compiled(kernels._swiglu, {"MOST": 448.0, "BLOCK": block}, types, 90, num_warps=32)
 
 
+@pytest.mark.parametrize("count", [1, 2, 5, 8])
+@pytest.mark.parametrize("dtype", ["*bf16", "*fp32"])
+def test_sums_compile(count: int, dtype: str) -> None:
+    from trainer.kernels import sums as kernel
+
+    types = {"OUT": "*fp32"} | {f"P{n}": dtype for n in range(count)}
+    absent = {f"P{n}": None for n in range(count, kernel.AT_ONCE)}
+    constants = {"COUNT": count, "BLOCK": kernel.BLOCK}
+    compiled(kernel._sum, constants | absent, types, 80, num_warps=kernel.WARPS)
+
+
 INTERPRETED = """
 import torch
 import torch.nn.functional as F
-from trainer.kernels import anchor_attention, cross_entropy, decoder
+from tests.trainer.pipeline.sums import in_pairs
+from trainer.kernels import anchor_attention, cross_entropy, decoder, sums
 from trainer.kernels.cross_entropy import cross_entropy_
 from trainer.modeling import attention, losses
 from trainer.modeling.decoder import rotate
@@ -142,6 +154,11 @@ for width in (16, 100):
     gate, up = both.chunk(2, -1)
     torch.testing.assert_close(out * scale, F.silu(gate) * up)
     torch.testing.assert_close(out.abs().amax(-1), torch.tensor([448.0] * 3 + [0.0, 448.0]))
+for count in (*range(1, 10), 16, 17, 70):
+    parts = [10.0 ** (n % 7) * torch.randn(5000) for n in range(count)]
+    out = torch.full((5001,), torch.nan)
+    sums.sum_in_pairs(out[:5000], parts)
+    assert torch.equal(out[:5000], in_pairs(parts)) and out[5000].isnan()
 for kind in ("sorted", "packed", "random"):
     attend(1, 4, 2, 10, 16, 100, 16, kind, kind == "sorted")
     attend(2, 2, 1, 9, 7, 70, 24, kind, kind != "sorted")

@@ -35,7 +35,7 @@ def run(tmp_path: Path, parts: tuple[Path, Path], monkeypatch: pytest.MonkeyPatc
         memory = Memory()
         monkeypatch.setattr(exchange, "CHUNK", 10_000)  # several of each piece, so that lanes take turns
         for module in (targets, drafters, exchange):
-            monkeypatch.setattr(module, "Device", lambda device, urgent=False: kind(device, memory, apart))
+            monkeypatch.setattr(module, "Device", lambda device: kind(device, memory, apart))
         if captured:
             monkeypatch.setattr(graphs, "wanted", lambda runtime, device: True)
             monkeypatch.setattr(graphs, "Recorder", FakeRecorder)
@@ -101,7 +101,7 @@ def test_streams_of_a_node_among_others_touch_nothing_together(
 ) -> None:
     memory, size, length = Memory(), 3, 40
     monkeypatch.setattr(exchange, "CHUNK", 8)
-    monkeypatch.setattr(exchange, "Device", lambda device, urgent=False: FakeDevice(device, memory, apart))
+    monkeypatch.setattr(exchange, "Device", lambda device: FakeDevice(device, memory, apart))
     joint = exchange.Exchange(size, lambda step: None, _SeveralNodes())  # type: ignore[arg-type]
     sums: list[list[torch.Tensor]] = [[] for _ in range(size)]
 
