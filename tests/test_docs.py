@@ -9,13 +9,15 @@ from pathlib import Path
 import pytest
 import typer
 
+from dflashctl import runs
 from dflashctl.cli.app import app
 from dflashctl.config import WARMUP
+from dflashctl.diagnose.model import Diagnosis
 from dflashctl.errors import ExitCode
 from dflashctl.phases import PHASE_WORDS
 from dflashctl.remote import agent, journal, supervisor
 from dflashctl.render import jsonout
-from dflashctl.snapshot import Step
+from dflashctl.snapshot import State, Step
 from dflashctl.stop import Stopped
 from dflashctl.verdict import EXIT_CODES
 from trainer.config import Config
@@ -101,6 +103,24 @@ def test_the_tree_names_every_module_at_the_top_and_everything_over_there():
     assert named <= existing
 
 
+def test_the_manifest_is_whole():
+    part = ARCHITECTURE[ARCHITECTURE.index("manifest.json   ") : ARCHITECTURE.index("config.toml  run.log")]
+    made = set(re.findall(r'^ +"(\w+)":', inspect.getsource(runs.manifest), re.MULTILINE))
+    assert made | {"run_id", "created", "user", "argv"} <= set(re.findall(r"\w+", part))
+
+
+def test_the_facts_and_the_fields_of_a_diagnosis_are_all_there():
+    page = (ROOT / "docs/diagnosis.md").read_text()
+    facts = page[page.index("## Facts") : page.index("## How it decides")]
+    engine = "".join(file.read_text() for file in (ROOT / "dflashctl/diagnose").glob("*.py"))
+    read = re.findall(r'facts\.get\("(\w+)"', engine)
+    assert read
+    assert {f"`{name}`" for name in read} <= set(re.findall("`[^`]*`", facts))
+    fields = page[page.index("## The object") : page.index("## Facts")]
+    for name in Diagnosis("healthy").to_json():
+        assert f"`{name}`" in fields, name
+
+
 def test_the_agents_methods_are_all_there():
     table = ARCHITECTURE[ARCHITECTURE.index("| method | params") : ARCHITECTURE.index("standing: `starting")]
     listed = set(re.findall(r"^\| (\w+) \|", table, re.MULTILINE)) - {"method"}
@@ -110,6 +130,7 @@ def test_the_agents_methods_are_all_there():
 def test_the_record_of_a_run_is_whole():
     part = ARCHITECTURE[ARCHITECTURE.index("state.json (supervisor") : ARCHITECTURE.index("`boot` differs")]
     assert set(re.findall(r'"(\w+)"(?:: |,|})', part)) >= set(supervisor.new_state("a", None))
+    assert {field.name for field in dataclasses.fields(State)} <= supervisor.new_state("a", None).keys()
 
 
 EVENTS = {name for name in vars(Events) if not name.startswith("_")} - {"emit", "close"}

@@ -12,6 +12,7 @@ from typing import Any
 
 import pytest
 
+from dflashctl.diagnose import evidence
 from trainer.events import Events
 
 ROOT = Path(__file__).parents[2]
@@ -125,6 +126,17 @@ def test_the_log_is_as_the_architecture_shows_it(
     shown = text[text.index("    Loaded dataset: ") : text.index("## Snapshot")].splitlines()
     patterns = [re.escape(s.strip()).replace(re.escape("..."), ".*") for s in shown if s.strip()]
     assert any(re.fullmatch(pattern, line.rstrip("\n")) for pattern in patterns), line
+
+
+@pytest.mark.parametrize(("worker", "device"), [("main", "cpu"), ("drafter-0", "cuda:5")])
+def test_a_diagnosis_of_the_events_alone_reads_the_words_of_the_log(
+    worker: str, device: str, tmp_path: Path
+) -> None:
+    failure = {"worker": worker, "device": device, "step": 7, "error": "ConfigError: `a.b` is wrong"}
+    for name, arguments in (("failed", failure), ("end", {"status": "failed", "step": 7})):
+        record, line = told(name, arguments, tmp_path)
+        assert evidence._in_words(record) == line.rstrip("\n")
+        (tmp_path / "events.jsonl").unlink()
 
 
 def test_threads_write_whole_lines(tmp_path: Path) -> None:

@@ -12,6 +12,7 @@ from typing import Any
 import pytest
 import torch
 
+from dflashctl.diagnose import evidence
 from tests.trainer.conftest import Start, losses
 from tests.trainer.pipeline.runs import events
 from trainer import checkpoint
@@ -19,8 +20,15 @@ from trainer.data.prefetch import Prefetcher
 from trainer.events import Events
 from trainer.modeling.target import Target
 from trainer.pipeline import backward, drafters
+from trainer.train import PLAIN
 
 pytestmark = pytest.mark.usefixtures("no_worker_left")
+
+
+def test_errors_that_have_no_traceback_are_known_to_the_diagnosis() -> None:
+    """Of `NodeLost` what counts is the other node's error, which it repeats."""
+    kinds = {kind.__name__ for error in PLAIN for kind in (error, *error.__subclasses__())}
+    assert {f"{kind}: " for kind in kinds - {"NodeLost", "NodeStopped"}} <= set(evidence.REPORTED)
 
 
 def _fail_in(thread: str, after: int = 0) -> Callable[[Any], Any]:
