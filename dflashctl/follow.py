@@ -165,6 +165,7 @@ def follow(
     start: Start,
     *,
     wait: bool = True,
+    settled: Callable[[str], None] = lambda _: None,
     sleep: Callable[[float], None] = time.sleep,
     jitter: Callable[[], float] = random.random,
 ) -> Iterator[Line | Notice | End]:
@@ -177,6 +178,7 @@ def follow(
     Args:
         open_session: makes a session that is not opened yet, on a connection of its own, which it closes too.
         run_id: None for the newest; it is settled by the first connection.
+        settled: told the run's id then.
     """
     lines = _Lines()
     where: dict[str, Any] = {key: value for key, value in vars(start).items() if value is not None}
@@ -191,6 +193,8 @@ def follow(
                     run_id = session.call("snapshot", log_lines=0, want_gpu=False)["run_id"]
                 for item in session.stream("follow", run_id=run_id, wait=wait, **where):
                     if "at" in item:
+                        if not reached:
+                            settled(run_id)
                         if broken:
                             yield Notice("reconnected", f"connected again to {session.transport.label}")
                         inode, reached, broken, waits = item["inode"], True, False, pauses(jitter)

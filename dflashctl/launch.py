@@ -88,7 +88,7 @@ def launch(
         NotFoundError: no run `resume`.
         ConfigError: CUDA_VISIBLE_DEVICES is among the variables.
         LeftError: Ctrl-C while the run was being started.
-        RunNameError, ConnectionLostError, and what the session raises.
+        RunNameError, RunExistsError, ConnectionLostError, and what the session raises.
     """
     begun = time.monotonic()
     if name is not None:
@@ -103,7 +103,13 @@ def launch(
         )
     resume_dir, saved = _resumed(session, resume) if resume else (None, None)
     tell("checking")
-    facts = preflight(session, host, profile, release, variables)
+    facts = preflight(session, host, profile, release, variables, name)
+    if facts["name_taken"]:  # a dry run starts nothing that would tell it
+        raise runs.RunExistsError(
+            f"a run named {name} exists already",
+            where=f"on {session.transport.label}",
+            hint="choose another --name, or leave it out",
+        )
     notes = [*profile.notes, *judge(facts, profile, host, session.transport.label, force=force)]
     if saved is not None:
         notes = [f"goes on from step {saved:,} of {resume}", *notes]

@@ -6,7 +6,7 @@ import re
 from collections.abc import Mapping
 from typing import TYPE_CHECKING, Any
 
-from dflashctl.config import Host, LocalHost
+from dflashctl.config import Host, LocalHost, PctHost
 from dflashctl.errors import PreflightError
 from dflashctl.words import size
 
@@ -30,9 +30,14 @@ TIMEOUT = 60.0
 
 
 def preflight(
-    session: Session, host: Host, profile: Profile, release: Release, variables: Mapping[str, str]
+    session: Session,
+    host: Host,
+    profile: Profile,
+    release: Release,
+    variables: Mapping[str, str],
+    name: str | None = None,
 ) -> dict[str, Any]:
-    """Gather the facts (docs/architecture.md, "Agent")."""
+    """Gather the facts (docs/architecture.md, "Agent"). name: the run's, where it must be that."""
     return session.call(
         "preflight",
         timeout=TIMEOUT,
@@ -42,6 +47,7 @@ def preflight(
         need_bytes=release.size * 2 + RUN_BYTES,
         paths=profile.paths,
         environment=dict(variables),
+        name=name,
     )
 
 
@@ -51,7 +57,7 @@ def judge(facts: Mapping[str, Any], profile: Profile, host: Host, label: str, *,
         *_modules(facts["modules"], host, label),
         *_workspace(facts, host, label),
         *_paths(facts, profile, host, label),
-        *_devices(facts, profile, label),
+        *_devices(facts, profile, host, label),
     ]
     busy = _busy(facts, profile, label)
     if not force:
@@ -68,8 +74,14 @@ def judge(facts: Mapping[str, Any], profile: Profile, host: Host, label: str, *,
 def _modules(modules: Mapping[str, Any], host: Host, label: str) -> list[tuple[str, str]]:
     missing = modules.get("missing") or {}
     needs = f"{NEEDS} tomli" if "tomli" in missing else NEEDS  # Python 3.10 lacks tomllib
-    install = f"install the trainer's needs there: {host.python} -m pip install {needs};"
-    install += " or set `python` of this host in hosts.toml to one that has them (README.md: how to make it)"
+    install = f"install the trainer's needs there: {host.python} -m pip install {needs}"
+    if "/" not in host.python or host.python.startswith(
+        "/usr/bin/"
+    ):  # the system's: Debian's pip refuses (PEP 668)
+        install = f"make a Python there that has them: python3 -m venv /opt/venv && /opt/venv/bin/pip install {needs}"
+        install += "; then set `python` of this host in hosts.toml to /opt/venv/bin/python"
+    else:
+        install += "; or set `python` of this host in hosts.toml to one that has them"
     if why := modules.get("unread"):
         return [
             (
@@ -124,13 +136,16 @@ def _paths(facts: Mapping[str, Any], profile: Profile, host: Host, label: str) -
     ]
 
 
-def _devices(facts: Mapping[str, Any], profile: Profile, label: str) -> list[tuple[str, str]]:
+def _devices(facts: Mapping[str, Any], profile: Profile, host: Host, label: str) -> list[tuple[str, str]]:
     wanted = [int(name[5:]) for name in profile.all_devices if re.fullmatch(r"cuda:\d+", name)]
     if not wanted:
         return []
     rows = facts["gpus"].get("rows")
     count = facts["modules"].get("cuda_devices")
     hint = "correct [devices] in the training config, or `devices` of this host in hosts.toml"
+    if not rows and not count and not isinstance(host, LocalHost):
+        hint += f"; if {host.name} should have GPUs, try nvidia-smi there"
+        hint += " and on the host that passes them through" if isinstance(host, PctHost) else ""
     if count == 0 and rows:
         why = f"torch {facts['modules'].get('torch', '')} sees no GPU on {label}, although nvidia-smi lists {len(rows)}"
         return [

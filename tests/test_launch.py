@@ -77,9 +77,10 @@ def test_a_typed_variable_wins_over_the_hosts(
 
 def test_a_name_is_taken_once(session: Session, host: Host) -> None:
     assert go(session, host, name="mine").run_id == "mine"
-    with pytest.raises(runs.RunExistsError, match="a run named mine exists already") as caught:
-        go(session, host, name="mine")
-    assert int(caught.value.exit_code) == 9
+    for dry_run in (True, False):
+        with pytest.raises(runs.RunExistsError, match="a run named mine exists already") as caught:
+            go(session, host, name="mine", dry_run=dry_run)
+        assert int(caught.value.exit_code) == 9
     with pytest.raises(runs.RunNameError):
         go(session, host, name="no/slash")
 

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import copy
+import dataclasses
 import re
 from pathlib import Path
 from typing import Any
@@ -132,15 +133,28 @@ def test_python_3_10_is_told_to_install_tomli() -> None:
     assert "safetensors jinja2; or" in refused(modules(missing=missing)).hint
 
 
+@pytest.mark.parametrize("python", ["python3", "/usr/bin/python3"])
+def test_the_systems_python_is_not_to_be_installed_into(python: str) -> None:
+    """Debian's pip refuses (PEP 668): the fix must work as it stands."""
+    missing = modules(missing={"torch": "ModuleNotFoundError: No module named 'torch'"})
+    host = dataclasses.replace(HOST, python=python)
+    with pytest.raises(PreflightError) as caught:
+        judge(missing, profile(), host, "ct200 on pve1", force=False)
+    assert "python3 -m venv /opt/venv && /opt/venv/bin/pip install 'torch>=" in caught.value.hint
+    assert caught.value.hint.endswith("set `python` of this host in hosts.toml to /opt/venv/bin/python")
+
+
 def test_devices_that_do_not_exist() -> None:
     few = facts(gpus={"rows": FACTS["gpus"]["rows"][:2]})
     error = refused(few, targets="'cuda:0'", drafters="'cuda:5', 'cuda:6'")
     assert error.message == "cuda:5, cuda:6 do not exist on ct200 on pve1: it has cuda:0, cuda:1"
+    assert "nvidia-smi" not in error.hint
     none = facts(gpus={"unread": "nvidia-smi not found"}, modules={**FACTS["modules"], "cuda_devices": 0})
+    error = refused(none)
     assert (
-        refused(none).message
-        == "cuda:0, cuda:5 do not exist on ct200 on pve1: it has no GPU (nvidia-smi not found)"
+        error.message == "cuda:0, cuda:5 do not exist on ct200 on pve1: it has no GPU (nvidia-smi not found)"
     )
+    assert error.hint.endswith("try nvidia-smi there and on the host that passes them through")
 
 
 def test_torch_counts_where_nvidia_smi_is_missing() -> None:

@@ -285,3 +285,10 @@ def test_the_screen_says_where_the_lock_is_kept() -> None:
     assert any(line.startswith("  process 9 answered only SIGUSR1: a call into C") for line in lines)
     lines = screen({"dumps": [{"pid": 9, "by": "SIGUSR2", "text": FAULTHANDLER}]}, Terminal(io.StringIO()))
     assert not any("answered only" in line for line in lines)
+
+
+def test_of_stacks_that_could_not_be_read_it_is_said_why_in_full() -> None:
+    why = "process 25: py-spy: Error: no; no stacks within 5 s of SIGUSR2: it is stopped, or waits in the kernel"
+    shown = screen({"dumps": [], "unread": [why]}, Terminal(io.StringIO(), False, 60))
+    assert shown[1] == "stacks    none could be read"
+    assert " ".join(" ".join(shown[2:]).split()) == f"not read: {why}"

@@ -13,10 +13,7 @@ if TYPE_CHECKING:
 
 def detached(place: Place, run: str | None) -> ExitCode:
     """Say that the run goes on, and what ends it; returns the command's exit code."""
-    there = "" if place.host.name == place.hosts.default_name else f" -H {place.host.name}"
-    return _left(
-        f"detached; the run goes on. To end it:  dflashctl stop{f' {shlex.quote(run)}' if run else ''}{there}"
-    )
+    return _left(f"detached; the run goes on. To end it:  dflashctl stop{_typed(place, run)}")
 
 
 def left_launching(place: Place, starting: bool) -> ExitCode:
@@ -26,9 +23,17 @@ def left_launching(place: Place, starting: bool) -> ExitCode:
     return _left(f"interrupted; the run may have been started. To see it:  dflashctl ls -H {place.host.name}")
 
 
-def left_stopping() -> ExitCode:
+def left_stopping(place: Place, run: str | None) -> ExitCode:
     """Say that a stop is not taken back; returns the command's exit code."""
-    return _left("not waited for; a stop that was sent is carried through. To see it:  dflashctl status")
+    return _left(
+        f"not waited for; a stop that was sent is carried through. To see it:  dflashctl status{_typed(place, run)}"
+    )
+
+
+def _typed(place: Place, run: str | None) -> str:
+    """What stands behind a command to speak of that run, the newest of its host where it is not known."""
+    there = "" if place.host.name == place.hosts.default_name else f" -H {place.host.name}"
+    return (f" {shlex.quote(run)}" if run else "") + there
 
 
 def _left(words: str) -> ExitCode:

@@ -148,7 +148,7 @@ def _of_run(
         stacks = stacks_of(watcher, False) if wanted and look.snapshot.alive else {}
         config = _config(watcher) if wanted else ""
     snapshot, verdict = with_kernel(place, look)
-    seen.remember({snapshot.run_id: place.host.name})
+    seen.remember([(snapshot.run_id, place.host.name)])
     found = casefile.diagnosis(snapshot, verdict, known, signatures)
     parts = casefile.parts(snapshot, config, stacks) if wanted else {}
     return found, {**snapshot.facts(), **known}, parts

@@ -107,7 +107,7 @@ def launch(
             if not json:
                 out.print(screens.launched(launched, session.transport.label, out))
             if launched.run_id is not None:
-                seen.remember({launched.run_id: place.host.name})
+                seen.remember([(launched.run_id, place.host.name)])
                 if wait or launched.state.get("status") == "exited":
                     return _wait(place, session, launched, wait or 0.0, json)
     except KeyboardInterrupt:
@@ -137,7 +137,9 @@ def _profile(session: Session, place: Place, config: Path | None, resume: str | 
 
 def _wait(place: Place, session: Session, launched: Launched, seconds: float, json: bool) -> int:
     """Watch the new run; the session that launched it asks the questions."""
-    from dflashctl.cli.look import final_look
+    from dataclasses import replace
+
+    from dflashctl.cli.look import final_look, with_kernel
     from dflashctl.render import jsonout, status, terminal
     from dflashctl.render import launch as screens
     from dflashctl.render.ladder import Ladder
@@ -154,6 +156,8 @@ def _wait(place: Place, session: Session, launched: Launched, seconds: float, js
     try:
         with Watcher(lambda: sessions.pop() if sessions else place.session(), launched.run_id) as watcher:
             look = final_look(watcher, seconds, False, status.DEFAULT_LINES, ladder)
+        snapshot, verdict = with_kernel(place, look)
+        look = replace(look, snapshot=snapshot, verdict=verdict)
     except KeyboardInterrupt:
         return detached(place, launched.run_id)
     finally:

@@ -63,8 +63,9 @@ def logs(
     writer = LogWriter(terminal.stdout(), raw)
     messages = terminal.stderr()
     end = None
+    followed = [run]
     try:
-        for item in following.follow(place.session, run, start, wait=follow):
+        for item in following.follow(place.session, run, start, wait=follow, settled=followed.append):
             if isinstance(item, following.Line):
                 writer.write(item)
                 if writer.terminal.closed:
@@ -76,10 +77,10 @@ def logs(
                 end = item
     except KeyboardInterrupt:
         writer.end_line()
-        return detached(place, run) if follow else ExitCode.INTERRUPTED
+        return detached(place, followed[-1]) if follow else ExitCode.INTERRUPTED
     writer.end_line()
     assert end is not None  # follow() yields End or raises
-    seen.remember({end.run_id: place.host.name})
+    seen.remember([(end.run_id, place.host.name)])
     return _final_state(place, end.run_id) if follow else ExitCode.OK
 
 
@@ -87,15 +88,17 @@ def _final_state(place: Place, run_id: str) -> int:
     """Say how the run ended, by the same judge as `status`."""
     import time
 
+    from dflashctl.cli.look import with_kernel
     from dflashctl.render import status as screens
     from dflashctl.render import terminal
     from dflashctl.watch import Watcher
 
     with Watcher(place.session, run_id) as watcher:
         look = watcher.look(0, None, time.monotonic())
+    _, verdict = with_kernel(place, look)
     messages = terminal.stderr()
-    out = screens.headline(look.verdict, run_id, place.host.name, messages)
-    if look.verdict.diagnosis is not None:
-        out += screens.diagnosis_lines(look.verdict.diagnosis, messages)
-    messages.print(["", *out, *screens.ending(look.verdict, messages)])
-    return look.verdict.exit_code
+    out = screens.headline(verdict, run_id, place.host.name, messages)
+    if verdict.diagnosis is not None:
+        out += ["", *screens.diagnosis_lines(verdict.diagnosis, messages), ""]
+    messages.print(["", *out, *screens.ending(verdict, messages)])
+    return verdict.exit_code

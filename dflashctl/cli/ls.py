@@ -43,7 +43,7 @@ def ls(
     from dflashctl.render import jsonout, runs, terminal
 
     known = reach.read_hosts(hosts)
-    chosen = [known.get(host)] if host is not None else [h for h in known if h.trainable]
+    chosen = [reach.trainable(known, host)] if host is not None else [h for h in known if h.trainable]
     places = [reach.Place(h, known, accept_new, may_ask=False) for h in chosen]
     messages = terminal.stderr()
     if known.path is None and host is None:
@@ -53,7 +53,7 @@ def ls(
         answers = ask_all(places, limit)
     finally:
         messages.transient()
-    seen.remember({s.run_id: answer.host for answer in answers for s, _ in answer.rows})
+    seen.remember((s.run_id, answer.host) for answer in answers for s, _ in answer.rows)
     if len(answers) > 1:
         # this machine is always a host; it is worth a line only where it has runs
         answers = [a for a in answers if a.rows or a.error or a.host != "local"]
@@ -61,7 +61,7 @@ def ls(
         jsonout.write(jsonout.runs(answers))
     else:
         out = terminal.stdout()
-        out.print(runs.table(answers, out))
+        out.print(runs.table(answers, known.default_name, out))
     errors = [a.error for a in answers if a.error is not None]
     return int(errors[0].exit_code) if errors and len(errors) == len(answers) else ExitCode.OK
 

@@ -9,12 +9,18 @@ from pathlib import Path
 from typing import TYPE_CHECKING
 
 from dflashctl.config import Host, Hosts
-from dflashctl.errors import ConfigError
+from dflashctl.errors import ConfigError, DflashError, ExitCode
 from dflashctl.hostsfile import load
 
 if TYPE_CHECKING:
     from dflashctl.remote.session import Session
     from dflashctl.transport import Transport
+
+
+class UnclearError(DflashError):
+    """Runs of one id are on several hosts, and none was named."""
+
+    exit_code = ExitCode.USAGE
 
 
 @dataclass(frozen=True)
@@ -60,21 +66,34 @@ def read_hosts(hosts_file: Path | None) -> Hosts:
 
 
 def place(host: str | None, hosts_file: Path | None, accept_new: bool, run: str | None = None) -> Place:
-    """The host that was named; else, for a run this laptop has seen, that run's; else the default."""
+    """The host that was named; else, for a run this laptop has seen, that run's; else the default.
+
+    Raises UnclearError where runs of that id were seen on several hosts.
+    """
     hosts = read_hosts(hosts_file)
     if host is None and run is not None and "DFLASH_HOST" not in os.environ:
         from dflashctl.cli import seen
 
-        known = seen.load().get(run)
-        host = known if known in hosts.by_name else None
-    chosen = hosts.get(host)
+        known = [name for name in seen.load().get(run, ()) if name in hosts.by_name]
+        if len(known) > 1:
+            raise UnclearError(
+                f"{run} may be the run on {' or on '.join(known)}",
+                hint=f"say which: {' or '.join(f'-H {name}' for name in known)}",
+            )
+        host = known[0] if known else None
+    return Place(trainable(hosts, host), hosts, accept_new)
+
+
+def trainable(hosts: Hosts, name: str | None) -> Host:
+    """The host of that name, or the default. Raises NotFoundError, and ConfigError where no run can live on it."""
+    chosen = hosts.get(name)
     if not chosen.trainable:
         raise ConfigError(
             f"no run can live on {chosen.name}: it has no workspace",
             where=chosen.where(),
             hint='add workspace = "/path" to it, or name a container with --host',
         )
-    return Place(chosen, hosts, accept_new)
+    return chosen
 
 
 def _confirm(question: str) -> bool:

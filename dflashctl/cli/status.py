@@ -47,14 +47,15 @@ def status(
 
     place = reach.place(host, hosts, accept_new, run)
     ladder = None if json else Ladder(terminal.stderr(), wait or 0.0, skip_reached=True)
+    watcher = Watcher(place.session, run)
     try:
-        with Watcher(place.session, run) as watcher:
+        with watcher:
             look = final_look(watcher, wait, full, screens.DEFAULT_LINES if lines is None else lines, ladder)
             held = stacks_of(watcher, stacks) if stacks or look.verdict.state == "stalled" else {}
     except KeyboardInterrupt:
-        return detached(place, run) if wait else ExitCode.INTERRUPTED
+        return detached(place, watcher.run_id) if wait else ExitCode.INTERRUPTED
     snapshot, verdict = with_kernel(place, look)
-    seen.remember({snapshot.run_id: place.host.name})
+    seen.remember([(snapshot.run_id, place.host.name)])
     if json:
         document = jsonout.status(verdict, snapshot, place.host.name, look.elapsed)
         jsonout.write({**document, "stacks": held} if held else document)

@@ -45,13 +45,14 @@ def stop(
             look = functools.partial(session.call, "snapshot", log_lines=0, want_gpu=False)
             session.open()
             found = Snapshot.parse(look(run_id=run))
+            run = found.run_id
             if found.alive and not json:
                 terminal.stderr().print(screens.begin(found.run_id, place.host.name, grace))
-            stopped = stopping.stop(session, found.run_id, grace=grace)
+            stopped = stopping.stop(session, run, grace=grace)
             left = {} if json else look(run_id=stopped.run_id)
     except KeyboardInterrupt:
-        return left_stopping()
-    seen.remember({stopped.run_id: place.host.name})
+        return left_stopping(place, run)
+    seen.remember([(stopped.run_id, place.host.name)])
     if json:
         jsonout.write(jsonout.stop(stopped, place.host.name))
     else:

@@ -59,7 +59,7 @@ def watch(
                     view.notice(f"{item.text}; trying again in {item.pause:.0f} s")
                     continue
                 if look is None:
-                    seen.remember({item.snapshot.run_id: place.host.name})
+                    seen.remember([(item.snapshot.run_id, place.host.name)])
                 look = item
                 if not look.final:
                     view.show(look)

@@ -29,10 +29,13 @@ print("\\n" + json.dumps(found))
 """
 
 
-def preflight(pause, gpus, workspace, python, release, devices, need_bytes, paths=(), environment=None):
+def preflight(
+    pause, gpus, workspace, python, release, devices, need_bytes, paths=(), environment=None, name=None
+):
     """Everything a launch depends on. Imports of torch run beside the other looks; their success is remembered.
 
-    `paths`: files or folders that must exist, such as the dataset. `pause(seconds)` sleeps and notices a lost connection.
+    `paths`: files or folders that must exist, such as the dataset. `name`: the run's, where it must be that.
+    `pause(seconds)` sleeps and notices a lost connection.
     """
     workspace = os.path.abspath(os.path.expanduser(workspace))
     wants_gpu = any(name.startswith("cuda") for name in devices)
@@ -40,6 +43,9 @@ def preflight(pause, gpus, workspace, python, release, devices, need_bytes, path
     imports.start()
     try:
         answer = look(gpus, workspace, release, wants_gpu, need_bytes, paths)
+        answer["name_taken"] = name is not None and os.path.exists(
+            os.path.join(store.runs_dir(workspace), name)
+        )
         while imports.thread.is_alive():
             pause(0.02)
     except BaseException:  # the connection is gone: an import that takes long must not outlive it

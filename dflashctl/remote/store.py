@@ -65,13 +65,16 @@ def find_run(workspace, run_id=None):
     if run_id is None:
         known = run_ids(workspace)
         if not known:
-            raise Refusal("not_found", f"there is no run in {folder}", "start one with `dflashctl launch`")
+            hint = "`dflashctl launch` starts one; `dflashctl ls` shows the newest of all hosts"
+            raise Refusal("not_found", f"there is no run in {folder}", hint)
         return os.path.join(folder, known[0])
     path = os.path.join(folder, run_id)
     if "/" in run_id or run_id.startswith(".") or not os.path.isfile(os.path.join(path, "manifest.json")):
         known = run_ids(workspace)[:5]
-        hint = "its newest runs: " + ", ".join(known) if known else f"there is no run in {folder}"
-        raise Refusal("not_found", f"no run named {run_id}", hint)
+        hint = f"the newest here: {', '.join(known)}" if known else f"there is none in {folder}"
+        raise Refusal(
+            "not_found", f"no run named {run_id}", f"{hint}; `dflashctl ls` shows the newest of all hosts"
+        )
     return path
 
 

@@ -29,8 +29,11 @@ class HostRuns:
     error: DflashError | None
 
 
-def table(answers: Sequence[HostRuns], terminal: Terminal) -> list[str]:
-    """One line a run; hosts without runs and unreachable ones have a line too."""
+def table(answers: Sequence[HostRuns], default_host: str, terminal: Terminal) -> list[str]:
+    """One line a run; hosts without runs and unreachable ones have a line too.
+
+    default_host: the one that needs no --host.
+    """
     rows: list[tuple[str, ...]] = []
     for answer in answers:
         rows += [_row(answer.host, snapshot, verdict) for snapshot, verdict in answer.rows]
@@ -38,7 +41,7 @@ def table(answers: Sequence[HostRuns], terminal: Terminal) -> list[str]:
             where = f" ({answer.error.where})" if answer.error.where else ""
             rows.append(("-", answer.host, f"{_kind(answer.error)}: {answer.error.message}{where}"))
         elif not answer.rows:
-            there = f" -H {answer.host}" if len(answers) > 1 else ""
+            there = f" -H {answer.host}" if answer.host != default_host else ""
             rows.append(("-", answer.host, f"no runs yet; start one with  dflashctl launch{there}"))
     full = [row for row in rows if len(row) == len(TITLES)]
     titled = [TITLES, *full] if full else []

@@ -7,7 +7,7 @@ from typing import Any
 
 from dflashctl import stacks
 from dflashctl.render.terminal import Terminal
-from dflashctl.render.text import crop, harmless
+from dflashctl.render.text import crop, harmless, wrap
 
 FRAMES = 6
 """Frames shown of a group."""
@@ -18,11 +18,10 @@ def screen(answer: Mapping[str, Any], terminal: Terminal) -> list[str]:
     """Groups of equal stacks, the odd one out first."""
     found = stacks.group(stacks.read(answer.get("dumps", ())))
     threads = sum(len(g.members) for g in found)
-    out = [
-        "",
-        f"stacks    {threads} thread{'s' if threads != 1 else ''} in {len(found)} "
-        f"group{'s' if len(found) != 1 else ''} of equal ones",
-    ]
+    several = (
+        f"{threads} thread{'s' if threads != 1 else ''} in {len(found)} group{'s' if len(found) != 1 else ''}"
+    )
+    out = ["", f"stacks    {f'{several} of equal ones' if found else 'none could be read'}"]
     for group in found:
         names = [member.who for member in group.members[:NAMES]]
         left = len(group.members) - len(names)
@@ -41,5 +40,5 @@ def screen(answer: Mapping[str, Any], terminal: Terminal) -> list[str]:
             held = "answered only SIGUSR1: a call into C seems to keep Python's lock"
             out.append(crop(f"  process {dump.get('pid')} {held}", terminal.columns))
     for why in answer.get("unread", ()):
-        out.append(crop(harmless(f"  not read: {why}"), terminal.columns))
+        out += wrap(harmless(f"not read: {why}"), terminal.columns, "    ", "  ")
     return out

@@ -255,7 +255,8 @@ def explain_program(result: Result, label: str) -> DflashError:
         )
         return PreflightError(
             f"{found['name']} {why} on {label}",
-            hint="set `python` of this host in hosts.toml to the absolute path of a Python with the trainer's packages there",
+            hint="set `python` of this host in hosts.toml to the absolute path of a Python with the trainer's "
+            "packages there (README.md: how to make it)",
             where=text.splitlines()[-1],
         )
     # a login that is not allowed in (nologin, "Please login as ...") says so on stdout

@@ -9,11 +9,15 @@ import fnmatch
 import hashlib
 import hmac
 import os
+import shlex
 from collections.abc import Callable, Iterable
 from dataclasses import dataclass
 from pathlib import Path
 
 from dflashctl.errors import UnreachableError
+
+SHOW_KEYS = "cat /etc/ssh/ssh_host_*_key.pub | ssh-keygen -lf -"
+"""Prints the fingerprints of all keys of a host, typed there; ssh-keygen itself takes one file at a time."""
 
 
 class HostKeyError(UnreachableError):
@@ -128,7 +132,7 @@ def verify(
             + ("" if same else f" ({known.kind})"),
             where=f"{known.file}:{known.line}",
             hint="someone may be listening in, or the host was reinstalled. Check the fingerprint on the host itself "
-            f"(ssh-keygen -lf /etc/ssh/ssh_host_*_key.pub), then: ssh-keygen -R '{name}' -f {known.file}",
+            f"({SHOW_KEYS}), then: ssh-keygen -R '{name}' -f {shlex.quote(str(known.file))}",
         )
     _meet(name, kind, blob, print_of, add_to, accept_new, confirm)
 
@@ -149,13 +153,13 @@ def _meet(
         if confirm is None:
             raise UnreachableError(
                 f"the host key of {name} is not known: it shows {print_of} ({kind})",
-                hint="compare it with ssh-keygen -lf /etc/ssh/ssh_host_*_key.pub on the host; then repeat with "
-                f"--accept-new, or run ssh-keyscan and add its line to {add_to}",
+                hint=f"compare it on the host ({SHOW_KEYS}); then repeat with --accept-new, "
+                f"which adds it to {add_to}",
             )
         if not confirm(question):
             raise UnreachableError(
                 f"the host key of {name} was not accepted: {print_of} ({kind})",
-                hint="answer y once you have compared it with that of the host",
+                hint=f"compare it on the host ({SHOW_KEYS}); answer y where they are equal",
             )
     add(add_to, name, kind, blob)
 

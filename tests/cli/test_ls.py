@@ -145,3 +145,10 @@ def test_ctrl_c_waits_for_no_host(cli):
             process.send_signal(signal.SIGINT)
             assert process.communicate(timeout=60) == ("", "")
     assert process.returncode == 130
+
+
+def test_a_host_on_which_no_run_can_live_is_told_and_not_asked(cli):
+    (cli.home / "hosts.toml").write_text('[hosts.pve1]\nkind = "ssh"\naddress = "192.0.2.1"\n')
+    shown = cli("ls", "-H", "pve1")
+    assert (shown.returncode, shown.stdout) == (1, "")
+    assert "no run can live on pve1: it has no workspace" in shown.stderr

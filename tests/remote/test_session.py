@@ -182,7 +182,7 @@ def test_refusals_have_their_classes(runner: Runner, session: Session) -> None:
     runner.start(session, "a")
     with pytest.raises(NotFoundError, match="no run named b") as caught:
         session.call("snapshot", run_id="b")
-    assert caught.value.hint == "its newest runs: a"
+    assert caught.value.hint == "the newest here: a; `dflashctl ls` shows the newest of all hosts"
     with pytest.raises(RunExistsError):
         runner.start(session, "a")
     with pytest.raises(NotFoundError):

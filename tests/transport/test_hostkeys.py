@@ -174,7 +174,17 @@ def test_an_unknown_key_is_refused_when_nobody_can_be_asked(server: Server) -> N
     assert printed.split()[1] in error.message
     assert f"the host key of {server.name} is not known" in error.message
     assert "--accept-new" in error.hint
+    assert hostkeys.SHOW_KEYS in error.hint
     assert not server.known_hosts.exists()
+
+
+def test_the_command_that_shows_a_hosts_keys_shows_all_of_them(tmp_path: Path) -> None:
+    """A host has several; `ssh-keygen -lf a b` ends in its usage."""
+    for kind in ("ed25519", "ecdsa"):
+        make_key(tmp_path / f"ssh_host_{kind}_key", kind=kind)
+    command = hostkeys.SHOW_KEYS.replace("/etc/ssh", str(tmp_path))
+    shown = subprocess.run(command, shell=True, capture_output=True, text=True)
+    assert (shown.returncode, shown.stdout.count("SHA256:")) == (0, 2), shown.stderr
 
 
 def test_an_unknown_key_is_asked_about(server: Server) -> None:
