@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import functools
+import os
 import secrets
 import shlex
 import time
@@ -154,6 +155,11 @@ def _resumed(session: Session, run_id: str) -> tuple[str, int | None]:
     return str(session.call("config", run_id=run_id)["path"]), whole(saved.get("step"))
 
 
+def _whole(origin: str) -> str:
+    """A config's path as it holds in any folder: it is shown again where a run is to be launched once more."""
+    return origin if origin.startswith("bundled:") else os.path.abspath(origin)
+
+
 @dataclass(frozen=True)
 class Starter:
     """All that starting a run takes, apart from its id."""
@@ -210,7 +216,7 @@ class Starter:
             release=self.release.hash,
             host=self.host.name,
             vmid=self.host.vmid if isinstance(self.host, PctHost) else None,
-            config_path=self.profile.origin,
+            config_path=_whole(self.profile.origin),
             devices=self.profile.devices,
             warmup=self.profile.warmup,
             environment=self.variables,

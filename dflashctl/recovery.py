@@ -44,13 +44,20 @@ def _launch(s: Snapshot) -> str:
 
 
 def served(s: Snapshot) -> str:
-    """What a finished run leaves, and the command that makes a drafter for serving of it, typed where it lies."""
+    """What a finished run leaves, and the command that makes a drafter for serving of it, as it can be pasted over there:
+    with the run's own Python and trainer, of which nothing is installed there.
+    """
     saved = s.events.newest("checkpoint")
     step, path = whole(saved.get("step")), text(saved.get("path"))
     if step is None or not path:
         return ""
-    run = shlex.quote(str(PurePosixPath(path).parent.parent))
-    return f"Last checkpoint: step {count(step)}.{AFTER_THAT}python -m trainer export --checkpoint {run} --output DIR"
+    run = PurePosixPath(path).parent.parent
+    host, release, argv = s.manifest.get("host"), text(s.manifest.get("release")), s.manifest.get("argv")
+    python = text(argv[0]) if isinstance(argv, list) and argv else ""
+    command = [python or "python", "-m", "trainer", "export", "--checkpoint", str(run), "--output", "DIR"]
+    found = f"PYTHONPATH={shlex.quote(f'{run.parent.parent}/releases/{release}')} {shlex.join(command)}"
+    there = f", to be exported on {text(host)}" if host else ""
+    return f"Last checkpoint: step {count(step)}{there}.{AFTER_THAT}{found}"
 
 
 def mended(going_on: dict[str, Any], found: Diagnosis) -> dict[str, Any]:

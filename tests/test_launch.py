@@ -66,6 +66,16 @@ def test_the_manifest_says_what_was_launched(runner: Runner, session: Session, h
     assert not environ.exists() or b"HF_TOKEN=hf_hidden" in environ.read_bytes()
 
 
+def test_a_configs_path_is_kept_as_it_holds_in_any_folder(
+    runner: Runner, session: Session, host: Host, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    (tmp_path / "my.toml").write_text("")
+    monkeypatch.chdir(tmp_path)
+    go(session, host, name="mine", config=Path("my.toml"))
+    manifest = json.loads((runner.run_dir("mine") / "manifest.json").read_text())
+    assert manifest["config_path"] == str(tmp_path / "my.toml")
+
+
 def test_a_typed_variable_wins_over_the_hosts(
     runner: Runner, session: Session, host: Host, trainer: Path
 ) -> None:

@@ -77,9 +77,13 @@ def test_the_diagnosis_comes_before_going_on():
 
 def test_a_finished_run_says_how_its_drafter_is_served():
     made = json.loads((LOST.parent / "finished.json").read_text())
-    run = "/home/eve/.local/share/dflashctl/dflash/runs/tiny-1129-1210"
-    command = f"python -m trainer export --checkpoint {run} --output DIR"
-    assert judge(Snapshot.parse(made)).work == f"Last checkpoint: step 1,200. After that: {command}"
+    there = "/home/eve/.local/share/dflashctl/dflash"
+    command = (
+        f"PYTHONPATH={there}/releases/3f9c2a1b77 /opt/venv/bin/python -m trainer export "
+        f"--checkpoint {there}/runs/tiny-1129-1210 --output DIR"
+    )
+    said = f"Last checkpoint: step 1,200, to be exported on local. After that: {command}"
+    assert judge(Snapshot.parse(made)).work == said
     made["events"]["phases"]["checkpoint"]["path"] = "/a b; id/checkpoints/step-1"
     assert "--checkpoint '/a b; id' --output DIR" in judge(Snapshot.parse(made)).work
     del made["events"]["phases"]["checkpoint"]

@@ -110,9 +110,10 @@ def step_line(step: Step) -> str:
 
 
 def field(name: str, value: str, terminal: Terminal, *style: str) -> list[str]:
-    """A named line, its continuation lines below the value; a command to copy ("then") is never broken."""
+    """A named line, its continuation lines below the value; a command to copy is never broken."""
     lead = f"{name:<8}  "
-    lines = wrap(harmless(value), sys.maxsize if name == "then" else terminal.columns, INDENT, lead)
+    whole = name == "then" or value.startswith("dflashctl launch ")
+    lines = wrap(harmless(value), sys.maxsize if whole else terminal.columns, INDENT, lead)
     lines[0] = terminal.style(name, *(style or ("bold",))) + lines[0][len(name) :]
     return lines
 
