@@ -161,6 +161,9 @@ class _Case:
         roots = [f for f in kept if not f.weak]
         if roots:
             return self._say("stalled", self.weights.root(roots), others=kept, confidence="likely")
+        blocked = [f for f in self.weights.findings if f.cls == "blocked-in-kernel" and not f.steps]
+        if blocked:
+            return self._say("stalled", blocked[-1], others=kept, confidence="likely")
         s = self.main
         line, text = (s.progress_line, s.progress_text) if s.progress_line else (s.last_line, s.last_text)
         cls = "hang-no-output"
@@ -261,7 +264,7 @@ class _Case:
             143: "preempted-sigterm",
             129: "preempted-sigterm",
             130: "interrupted-by-user",
-            135: "shm-bus-error",
+            135: "bus-error",
         }.get(self.code or 0)
         return self._by_code(cls) if cls else None
 

@@ -23,6 +23,8 @@ _NOT_SURVIVED = Gated(
     r"(?i)\b(?:giving up|gave up|no more retries|retries exhausted|after \d+ (?:retries|attempts)"
     r"|cannot|can't|unable to|failed to)\b"
 )
+_ENDING = Gated(r"\bclosing signal SIG|\bvia signal SIG|\bdeath signal\b")
+"""A launcher's warnings that it ends what still runs: they excuse nothing."""
 QUOTE_OPEN = re.compile(
     r"(?i)^[^\w\s]{2,}\s*(?:\w+\s){0,2}?(?:sample|generation|generated|completion|prompt|response|output|example|rollout)s?\b"
 )
@@ -85,5 +87,5 @@ def says_survived(text: str) -> bool:
 def excused(line: Line) -> bool:
     """Whether the program says here that it goes on in spite of the error beside this line."""
     return not IGNORED.match(line.text) and (
-        says_survived(line.text) or (line.level == "W" and not line.glog)
+        says_survived(line.text) or (line.level == "W" and not line.glog and not _ENDING.search(line.text))
     )

@@ -4,9 +4,10 @@ A case begins with a head line and runs to the next one:
 
     === NAME | CLASS | VERDICT | FACTS
 
-CLASS is `-` where nothing is wrong; VERDICT may name several that are right (`healthy/warming`). FACTS: `alive`, `starting`,
-`done`, `dead=CODE`, `hang=SECONDS`, with changes such as `util=100/0`, `power=90/91`, `cpu=3`, `kids=TEXT`, `idle=SECONDS`;
-`only-alive`; or `none`. A line marked `»` is the root line, one marked `›` is right as well.
+CLASS is `-` where nothing is wrong, and `CLASS:RULE` where a finer rule is right; VERDICT may name several that are right
+(`healthy/warming`). FACTS: `alive`, `starting`, `done`, `dead=CODE`, `hang=SECONDS`, with changes such as `util=100/0`,
+`power=90/91`, `cpu=3`, `kids=TEXT`, `idle=SECONDS`; `only-alive`; or `none`. A line marked `»` is the root line, one marked
+`›` is right as well.
 
 So that a log takes few lines, some are short forms: `@steps STYLE FROM COUNT [EVERY]` are lines of progress as that trainer
 writes them, `@omp` is torchrun's banner, `@tb` a traceback's header, `~ FILE:LINE FUNCTION | CODE` a frame (`~^` with carets),
@@ -32,10 +33,11 @@ FOLDER = Path(__file__).parent
 
 @dataclass(frozen=True)
 class Case:
-    """One log with its right diagnosis; `lines` is empty where nothing is wrong."""
+    """One log with its right diagnosis; `lines` is empty where nothing is wrong, `rule` where the class is right."""
 
     name: str
     class_: str | None
+    rule: str
     verdicts: tuple[str, ...]
     lines: tuple[int, ...]
     facts: dict[str, Any]
@@ -59,10 +61,12 @@ def _case(block: str) -> Case:
     root = [i for i, (mark, _) in enumerate(lines, 1) if mark == "»"]
     also = [i for i, (mark, _) in enumerate(lines, 1) if mark == "›"]
     assert len(root) == (class_ != "-"), f"{name}: one root line, or class -"
+    class_, _, rule = class_.partition(":")
     log = "".join(text + "\n" for _, text in lines).replace("\\r", "\r").replace("\\e", "\x1b")
     return Case(
         name,
         None if class_ == "-" else class_,
+        rule,
         tuple(verdicts.split("/")),
         (*root, *also),
         _facts(facts),
