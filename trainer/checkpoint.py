@@ -280,6 +280,9 @@ def refuse_differences(checkpoint: Checkpoint, now: dict[str, Any]) -> None:
         lines = "".join(
             f"\n  {name}: {_said(then, name)} in the checkpoint, {_said(now, name)} now" for name in names
         )
+        fix = "put these back"
+        if any(name not in then or name not in now for name in names):
+            fix = "resume with the release of the trainer that saved it, which has other settings"
         raise CheckpointError(
-            f"{checkpoint.path}: can't resume exactly with another configuration; put these back, or start a new run:{lines}"
+            f"{checkpoint.path}: can't resume exactly with another configuration; {fix}, or start a new run:{lines}"
         )

@@ -195,7 +195,8 @@ def test_resuming_with_other_settings_is_refused_by_name(tmp_path: Path) -> None
     )
     with pytest.raises(CheckpointError) as error:
         checkpoint.refuse_differences(found, checkpoint.settings(other, "abd"))
-    lines = str(error.value).splitlines()[1:]
+    first, *lines = str(error.value).splitlines()
+    assert first.endswith("; put these back, or start a new run:")
     assert lines == [
         "  drafter.layers: 5 in the checkpoint, 2 now",
         "  train.steps: 10 in the checkpoint, 20 now",
@@ -224,8 +225,9 @@ def test_a_setting_that_the_checkpoint_knows_nothing_of_is_named_as_such(tmp_pat
     then = {name: value for name, value in now.items() if name != "runtime.fp8_target"}
     with pytest.raises(
         CheckpointError, match=r"runtime.fp8_target: no such setting in the checkpoint, False now"
-    ):
+    ) as error:
         checkpoint.refuse_differences(checkpoint.Checkpoint(tmp_path, {"settings": then}), now)
+    assert "; resume with the release of the trainer that saved it, which" in str(error.value)
 
 
 def test_a_full_disk_leaves_the_old_ones(tmp_path: Path) -> None:
