@@ -31,7 +31,6 @@ class LossOutput:
 
     loss: Tensor  # scalar; backward() reaches `hidden` only
     weight: Tensor  # scalar, sum of the slot weights: weighs this loss in an average over batches
-    ce_mean: Tensor  # scalar, unweighted mean over valid slots, nats
     hits: Tensor  # [B, A, K-1] bool: the drafter's argmax is the label, valid slots only
     eal: Tensor  # scalar, expected acceptance length in tokens, see expected_acceptance_length
 
@@ -226,7 +225,7 @@ def block_loss(
     slots = hidden.shape[2] - 1
     chunk = chunk or chunk_size(hidden.shape[0] * hidden.shape[1], slots, exact.shape[0])
     flat, valid = labels.reshape(-1, slots), labels_valid.reshape(-1, slots)
-    loss, weight, ce, hits = _ChunkedLoss.apply(
+    loss, weight, hits = _ChunkedLoss.apply(
         hidden.flatten(0, 1),
         head,
         flat,
@@ -237,7 +236,6 @@ def block_loss(
     return LossOutput(
         loss=loss,
         weight=weight,
-        ce_mean=ce.sum() / valid.sum().clamp_min(1),
         hits=hits.view_as(labels),
         eal=expected_acceptance_length(hits, valid),
     )
@@ -259,7 +257,7 @@ class _ChunkedLoss(torch.autograd.Function):
         valid: Tensor,  # [N, K-1]
         how: tuple[str, float, float],
         chunk: int,  # rows of logits at a time
-    ) -> tuple[Tensor, Tensor, Tensor, Tensor]:
+    ) -> tuple[Tensor, Tensor, Tensor]:
         # rows must lie side by side: from a strided view, PyTorch would make one narrow product a block
         rows = hidden[:, 1:].reshape(-1, hidden.shape[-1])
         ok = valid.flatten()
@@ -272,8 +270,8 @@ class _ChunkedLoss(torch.autograd.Function):
         scale = torch.where(weight > 0, 1 / weight, 0)
         if gradient is not None:
             ctx.save_for_backward(gradient.view(*valid.shape, -1), weights * scale)
-        ctx.mark_non_differentiable(weight, ce, hits)
-        return (weights * ce).sum() * scale, weight, ce, hits
+        ctx.mark_non_differentiable(weight, hits)
+        return (weights * ce).sum() * scale, weight, hits
 
     @staticmethod
     def backward(ctx: Any, *grads: Tensor) -> tuple[Tensor | None, ...]:
