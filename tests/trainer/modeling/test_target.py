@@ -17,6 +17,8 @@ from trainer.modeling.decoder import Projection
 from trainer.modeling.target import PLAIN_DECODERS, Target, layer_forward, load_config, resolve_dtype
 from trainer.runtime import compile
 
+ROOT = Path(__file__).parents[3]
+
 
 @pytest.fixture
 def ids() -> torch.Tensor:
@@ -198,23 +200,41 @@ def test_stop_ids_come_from_both_configs(family: Callable[..., Any]) -> None:
     assert Target(model, (1,)).stop_ids() == {1, 5, 6}
 
 
-@pytest.mark.parametrize("kind", sorted(PLAIN_DECODERS))
-def test_plain_families_run_layer_by_layer_and_give_the_decoders_states(kind: str, ids: torch.Tensor) -> None:
-    """With biases, where a family has any, and norms that are not 1, as only trained models have them."""
+def plain(kind: str, head_dim: int) -> Any:
+    """A model of that family in float64, with biases, where it has any, and norms that are not 1: as a trained one."""
     shape = {"hidden_size": 32, "intermediate_size": 64, "num_hidden_layers": 5, "num_attention_heads": 4}
-    shape |= {"num_key_value_heads": 2, "head_dim": 8, "vocab_size": 64, "pad_token_id": 0}
+    shape |= {"num_key_value_heads": 2, "head_dim": head_dim, "vocab_size": 64, "pad_token_id": 0}
     config = AutoConfig.for_model(kind, **shape, sliding_window=None)
+    torch.manual_seed(0)
     model = AutoModelForCausalLM.from_config(config, dtype=torch.float64).eval()
     with torch.no_grad():
         for p in model.parameters():
-            p.add_(
-                torch.randn(p.shape, generator=torch.Generator().manual_seed(p.numel()), dtype=p.dtype) / 5
-            )
-    target = Target(model, (0, 3))
+            p.add_(torch.randn_like(p) / 5)
+    return model
+
+
+@pytest.mark.parametrize("kind", sorted(PLAIN_DECODERS))
+def test_plain_families_run_layer_by_layer_and_give_the_decoders_states(kind: str, ids: torch.Tensor) -> None:
+    target = Target(plain(kind, 8), (0, 3))
     assert target.by_layer
     by_layer = target.features(ids)
     target.by_layer = False
     torch.testing.assert_close(target.features(ids), by_layer, rtol=1e-9, atol=1e-9)
+
+
+@pytest.mark.gpu
+@pytest.mark.skipif(not torch.cuda.is_available(), reason="needs a CUDA device")
+@pytest.mark.parametrize("kind", sorted(PLAIN_DECODERS))
+def test_plain_families_by_the_kernels(kind: str, ids: torch.Tensor) -> None:
+    wanted = Target(plain(kind, 16), (0, 3)).features(ids)
+    got = Target(plain(kind, 16).to("cuda", torch.float32), (0, 3)).features(ids.cuda())
+    assert float((got.cpu().double() - wanted).abs().max() / wanted.abs().max()) < 5e-3
+
+
+@pytest.mark.parametrize("kind", sorted(PLAIN_DECODERS))
+def test_the_pages_name_each_plain_family(kind: str) -> None:
+    for page in ("docs/training.md", "docs/decisions.md"):
+        assert kind in (ROOT / page).read_text().lower()
 
 
 @pytest.mark.parametrize(
