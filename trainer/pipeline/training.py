@@ -20,6 +20,7 @@ from trainer.pipeline.exchange import Exchange
 from trainer.pipeline.lead import Waits
 from trainer.pipeline.nodes import Nodes
 from trainer.pipeline.plan import Course, Plan
+from trainer.pipeline.sums import sum_in_pairs
 from trainer.pipeline.targets import Delivery, TargetWorker
 from trainer.runtime import compile
 
@@ -112,10 +113,10 @@ class Training:
         other = next((device for device in every if device != here.torch), here.torch)
         gradients = first.flat.gradients
         with here.entered():
-            part = gradients[:PART].to(other)
-            total = part.to(here.torch, torch.float32)
-            took = here.milliseconds(lambda: total.add_(here.fetch(part, here.mark())))
-        return took * len(gradients) / len(part)
+            mine = gradients[:PART]
+            theirs, total = mine.to(other), torch.empty_like(mine, dtype=torch.float32)
+            took = here.milliseconds(lambda: sum_in_pairs(total, (mine, here.fetch(theirs, here.mark()))))
+        return took * len(gradients) / len(mine)
 
     def waits(self) -> Waits:
         """How long devices have waited so far."""
