@@ -10,7 +10,7 @@ import pytest
 import typer
 
 from dflashctl import runs
-from dflashctl.cli.app import app
+from dflashctl.cli.app import HELP, app
 from dflashctl.config import WARMUP
 from dflashctl.diagnose.model import Diagnosis
 from dflashctl.errors import ExitCode
@@ -89,6 +89,7 @@ def test_the_exit_codes_are_all_there():
     table = CLI[CLI.index("## Exit codes") : CLI.index("`status`, `launch --wait`")]
     codes = sorted(int(code) for code in re.findall(r"\| (\d+) \|", table))
     assert codes == sorted(map(int, ExitCode))
+    assert sorted(int(code) for code in re.findall(r"\b(\d+) \w", HELP)) == codes
 
 
 def test_the_tree_names_every_module_at_the_top_and_everything_over_there():

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import inspect
 import io
+import itertools
 import json
 import re
 import threading
@@ -13,6 +14,7 @@ from typing import Any
 import pytest
 
 from dflashctl.diagnose import evidence
+from tests.snapshots import FIXTURES
 from trainer.events import Events
 
 ROOT = Path(__file__).parents[2]
@@ -137,6 +139,16 @@ def test_a_diagnosis_of_the_events_alone_reads_the_words_of_the_log(
         record, line = told(name, arguments, tmp_path)
         assert evidence._in_words(record) == line.rstrip("\n")
         (tmp_path / "events.jsonl").unlink()
+
+
+@pytest.mark.parametrize("state", sorted(FIXTURES))
+def test_the_screens_are_held_to_events_as_they_are_told(state: str) -> None:
+    """`status` knows their fields by name alone: one that has another here is read in vain over there."""
+    part = FIXTURES[state]["events"]
+    listed = [kept if isinstance(kept, list) else [kept] for kept in part.get("phases", {}).values()]
+    for event in itertools.chain(part.get("steps", ()), *listed):
+        method = getattr(Events, event.get("event", "step"))
+        assert event.keys() - {"t", "event"} <= inspect.signature(method).parameters.keys()
 
 
 def test_threads_write_whole_lines(tmp_path: Path) -> None:
