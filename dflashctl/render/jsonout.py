@@ -17,6 +17,7 @@ from dflashctl.verdict import Verdict
 if TYPE_CHECKING:
     from dflashctl.launch import Launched
     from dflashctl.render.runs import HostRuns
+    from dflashctl.render.terminal import Terminal
     from dflashctl.stop import Stopped
     from dflashctl.watch import Look
 
@@ -24,10 +25,13 @@ SCHEMA = 1
 """Raised when a field changes its meaning or goes; new fields don't raise it."""
 
 
-def write(document: Mapping[str, Any]) -> None:
-    """Print one object on one line. NaN and infinities, which JSON lacks, become null."""
+def write(document: Mapping[str, Any], out: Terminal | None = None) -> None:
+    """Print one object on one line, to stdout. NaN and infinities, which JSON lacks, become null.
+
+    out: stdout as who writes more than one object holds it, to be told when the reader has gone.
+    """
     line = json.dumps({"schema": SCHEMA, **_strict(document)}, ensure_ascii=True, allow_nan=False)
-    stdout().print(line)
+    (out or stdout()).print(line)
 
 
 def status(verdict: Verdict, snapshot: Snapshot, host: str, waited: float) -> dict[str, Any]:

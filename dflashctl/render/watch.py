@@ -149,7 +149,7 @@ class Objects(View):
     """One JSON object a change, each on a line."""
 
     def print(self, look: Look, told: tuple[Any, ...] | None) -> None:
-        jsonout.write(jsonout.status(look.verdict, look.snapshot, self.host, look.elapsed))
+        jsonout.write(jsonout.status(look.verdict, look.snapshot, self.host, look.elapsed), self.out)
 
 
 class Lines(View):

@@ -117,9 +117,10 @@ def test_no_such_run(cli, runner):
     assert (shown.returncode, shown.stdout) == (6, "")
 
 
-def test_head_ends_it_quietly(cli, started):
+@pytest.mark.parametrize("options", [[], ["--json"]])
+def test_head_ends_it_quietly(cli, started, options):
     started("trains", scripts.TRAINS)
-    process = cli.popen("watch", "--every", "0.2")
+    process = cli.popen("watch", "--every", "0.2", *options)
     process.stdout.readline()
     process.stdout.close()
     assert process.wait(60) == 0
