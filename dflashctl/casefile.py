@@ -55,7 +55,19 @@ def diagnosis(
     called = VERDICTS[verdict.state]
     if not given and not (found.verdict == "degraded" and called in ("healthy", "warming")):
         found = replace(found, verdict=called)
+        if called == "failed" and verdict.diagnosis is None:
+            found = _told(found, verdict)
     return replace(found, notes=(*found.notes, *verdict.notes))
+
+
+def _told(found: Diagnosis, verdict: Verdict) -> Diagnosis:
+    """With what `status` knows and no log can tell: that the run is gone with its container, or that it could not start.
+    Where the log shows an error, a note.
+    """
+    if found.class_ != "unknown" or found.rule:
+        return replace(found, notes=(*found.notes, verdict.reason))
+    found = replace(found, title=verdict.reason, advice=(verdict.advice,) if verdict.advice else ())
+    return replace(found, rule="lost", confidence="certain", retry="yes") if verdict.state == "lost" else found
 
 
 def parts(s: Snapshot, config_toml: str, stacks: Mapping[str, Any]) -> dict[str, str]:

@@ -35,6 +35,7 @@ EXITS: dict[str, dict[str, Any]] = {
     "crash": {"exit_code": 1},
     "segfault": {"signal": "SIGSEGV"},
     "end": {"exit_code": 0},
+    "no start": {"error": "no such file: python9"},
 }
 
 
@@ -62,6 +63,8 @@ def test_diagnose_and_status_agree(name: str) -> None:
     assert found.verdict == casefile.VERDICTS[verdict.state]
     assert exit_code(found) == verdict.exit_code, (verdict.reason, found)
     assert (found.class_ is None) == (found.root is None)
+    if verdict.state in ("failed", "lost") and verdict.diagnosis is None:
+        assert verdict.reason in (found.title, *found.notes)
 
 
 REPORTS = {

@@ -46,7 +46,7 @@ def screen(found: Diagnosis, terminal: Terminal, *, full: bool = False, explain:
     elif found.title:
         out += [*wrap(harmless(found.title), terminal.columns), ""]
     for note in found.notes:
-        out += field("not read", note, terminal)
+        out += field("note", note, terminal)
     if explain:
         out += [
             "",
