@@ -67,7 +67,9 @@ def _told(found: Diagnosis, verdict: Verdict) -> Diagnosis:
     if found.class_ != "unknown" or found.rule:
         return replace(found, notes=(*found.notes, verdict.reason))
     found = replace(found, title=verdict.reason, advice=(verdict.advice,) if verdict.advice else ())
-    return replace(found, rule="lost", confidence="certain", retry="yes") if verdict.state == "lost" else found
+    if verdict.state != "lost":
+        return found
+    return replace(found, rule="lost", confidence="certain", retry="yes")
 
 
 def parts(s: Snapshot, config_toml: str, stacks: Mapping[str, Any]) -> dict[str, str]:
