@@ -109,8 +109,10 @@ class Device:
         if self.stream is None:
             mark.wait()
             return into.copy_(source)
+        if not source.is_cuda:  # the host's is complete
+            return into.copy_(source, non_blocking=True)
         stream = self.stream
-        if source.device.type == "cuda" and source.device != self.torch:
+        if source.device != self.torch:
             # PyTorch copies on the source device's current stream, and lets ours wait for it.
             if source.device not in self._peers:
                 self._peers[source.device] = torch.cuda.Stream(source.device)
