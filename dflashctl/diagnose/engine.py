@@ -229,7 +229,8 @@ class _Case:
         deaths = [] if kept or self.weights.finished() else self._deaths()
         if deaths:
             return self._say("degraded", _dead_thread(deaths[0]), others=deaths, confidence="likely")
-        proven = [f for f in kept if not f.weak or (f.kind == "exception" and f.top_level)]
+        said = [f for f in kept if f.survived != f.text]  # it does not say itself that it was survived
+        proven = [f for f in said if not f.weak or (f.kind == "exception" and f.top_level)]
         root = self.weights.root([f for f in proven if f.cls != "user-exception" or _is_told(f)])
         if root is not None:
             group = self.signatures.by_name[root.cls].group if root.cls in self.signatures.by_name else ""

@@ -25,6 +25,8 @@ _NOT_SURVIVED = Gated(
 )
 _ENDING = Gated(r"\bclosing signal SIG|\bvia signal SIG|\bdeath signal\b")
 """A launcher's warnings that it ends what still runs: they excuse nothing."""
+RETRYING = Gated(r"(?i)\b(?:retrying|trying again)\b")
+"""What a program adds to an exception that it prints and goes on from: no word of the exception's own."""
 QUOTE_OPEN = re.compile(
     r"(?i)^[^\w\s]{2,}\s*(?:\w+\s){0,2}?(?:sample|generation|generated|completion|prompt|response|output|example|rollout)s?\b"
 )
@@ -36,6 +38,7 @@ NATIVE = Gated(
     r"|^Error (?=.{1,200} at line \d{1,6} in file )"
 )
 """What stands before the message of a C++ exception, or before CUDA's words where C prints them."""
+DYING = "Fatal Python error: "
 LOGGED = re.compile(r"[\w)][\]:|>-]\s*$|\d\s+$|\b(?:DEBUG|INFO|WARN(?:ING)?|ERROR|CRITICAL|FATAL)\s+$")
 """How the head that a logger puts before a line ends."""
 ELASTIC_ROOT = re.compile(r"^Root Cause \(first observed failure\):")

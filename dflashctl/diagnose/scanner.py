@@ -278,7 +278,10 @@ class Scanner:
             return
         if ln.is_progress(text):
             self._progress(line, text)
-            if line.level not in ("E", "F"):
+            dying = text.find(phrases.DYING)
+            if dying > 0:  # behind a step that was printed without an end of line
+                text = text[dying:]
+            elif line.level not in ("E", "F"):
                 return
         if ln.is_data(text):
             self._structured(line, text)
@@ -363,6 +366,8 @@ class Scanner:
             block = Traceback(line, ignored=self._ignored_next.pop(line.stream, False))
             block.add(line)
             block.tail, block.progress_at, block.time = 4, self.progress, self.time
+            if phrases.RETRYING.search(text) and phrases.says_survived(text):
+                block.survived = text
             self._keep(block)
             return
         found = self._signatures.match(text, *(("warn",) if quiet else ("line", "warn")))

@@ -220,6 +220,7 @@ OTHERS = {
 BEGUN = {
     "ours": "dflash trainer: torch 2.11.0, python 3.11.7, 1 target on cuda:0, 1 drafter on cuda:1, seed 0\n",
     "survived": "loading tokenizer\nOSError: [Errno 5] Input/output error; retrying\n",
+    "retried": "loading tokenizer\nOSError: [Errno 28] No space left on device; trying again in 5 s\n",
     "compiling": "model on cuda:0\ncompiling the model (mode=max-autotune)\n",
 }
 
