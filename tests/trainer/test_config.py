@@ -144,10 +144,13 @@ def test_every_key_says_what_it_means():
             assert re.search(rf"^    {field.name}: [^#]*#", body, re.MULTILINE), field.name
 
 
-def test_every_key_is_read_by_somebody():
+def test_every_key_and_every_choice_is_read_by_somebody():
     """One that isn't is taken, checked, and without effect."""
     files = [f for f in (ROOT / "trainer").rglob("*.py") if f.name != "config.py"]
     nodes = [node for file in files for node in ast.walk(ast.parse(file.read_text()))]
     read = {node.attr for node in nodes if isinstance(node, ast.Attribute)}
     keys = {f"{name}.{key}" for name, made in SECTIONS.items() for key in vars(made())}
     assert {key for key in keys if key.partition(".")[2] not in read} == set()
+    words = {node.value for node in nodes if isinstance(node, ast.Constant)}
+    choices = {word for words in config.CHOICES.values() for word in words}
+    assert choices - words == {"skip"}, "train.nonfinite is stop, or it isn't"
