@@ -123,10 +123,13 @@ def save(
             path.rename(folder / f".old-{path.name}")
         _sweep(folder)
     except (OSError, SafetensorError) as error:
-        raise CheckpointError(
-            f"{final}: the checkpoint could not be saved: {error}; earlier checkpoints are intact, make room "
-            f"or mend the cause and continue with --resume {run_dir}"
-        ) from error
+        saved = [at for at, _ in _steps(folder)]
+        go_on = (
+            f"that of step {saved[0]} is intact, make room or mend the cause and continue with --resume {run_dir}"
+            if saved
+            else "there is none before it, make room or mend the cause and launch again"
+        )
+        raise CheckpointError(f"{final}: the checkpoint could not be saved: {error}; {go_on}") from error
     return final
 
 

@@ -236,8 +236,12 @@ def test_a_full_disk_leaves_the_old_ones(tmp_path: Path) -> None:
     soft, hard = resource.getrlimit(resource.RLIMIT_FSIZE)
     resource.setrlimit(resource.RLIMIT_FSIZE, (1 << 16, hard))
     try:
-        with pytest.raises(CheckpointError, match=r"step-00000020.*could not be saved.*--resume"):
+        with pytest.raises(
+            CheckpointError, match=r"step-00000020.*could not be saved.*step 10 is intact.*--resume"
+        ):
             _save(tmp_path, 20, keep=1, size=1 << 20)
+        with pytest.raises(CheckpointError, match="there is none before it"):
+            _save(tmp_path / "another", 20, keep=1, size=1 << 20)
     finally:
         resource.setrlimit(resource.RLIMIT_FSIZE, (soft, hard))
     assert [p.name for p in (tmp_path / "checkpoints").iterdir()] == ["step-00000010"]
