@@ -20,7 +20,8 @@ def left_launching(place: Place, starting: bool) -> ExitCode:
     """Say whether a run may have been started; returns the command's exit code."""
     if not starting:
         return _left("interrupted; nothing was started")
-    return _left(f"interrupted; the run may have been started. To see it:  dflashctl ls -H {place.host.name}")
+    see = place.typed(f"dflashctl ls -H {place.host.name}")
+    return _left(f"interrupted; the run may have been started. To see it:  {see}")
 
 
 def left_stopping(place: Place, run: str | None) -> ExitCode:
@@ -32,8 +33,7 @@ def left_stopping(place: Place, run: str | None) -> ExitCode:
 
 def _typed(place: Place, run: str | None) -> str:
     """What stands behind a command to speak of that run, the newest of its host where it is not known."""
-    there = "" if place.host.name == place.hosts.default_name else f" -H {place.host.name}"
-    return (f" {shlex.quote(run)}" if run else "") + there
+    return (f" {shlex.quote(run)}" if run else "") + place.there
 
 
 def _left(words: str) -> ExitCode:

@@ -115,7 +115,7 @@ def launch(
     if json:
         jsonout.write(jsonout.launch(launched, place.host, None))
     elif launched.run_id is not None:
-        out.print(screens.following(place.host.name, place.hosts.default_name, out))
+        out.print(screens.following(place.there, out))
     return ExitCode.OK
 
 
@@ -167,7 +167,7 @@ def _wait(place: Place, session: Session, launched: Launched, seconds: float, js
         return look.verdict.exit_code
     if look.verdict.state in ("training", "evaluating", "finished"):
         out.print(screens.proven(look, seconds, out))
-        out.print(["", *screens.following(place.host.name, place.hosts.default_name, out)])
+        out.print(["", *screens.following(place.there, out)])
     else:
         waited = f"{duration(look.elapsed)} of {duration(seconds)}" if seconds else ""
         out.print(["", *status.screen(look.verdict, look.snapshot, place.host.name, None, out, waited)])

@@ -23,8 +23,14 @@ if TYPE_CHECKING:
 
 
 def with_kernel(place: Place, look: Look) -> tuple[Snapshot, Verdict]:
-    """The look at a failed or stalled run in a container, judged again with what its host's kernel says, if it can be read."""
-    snapshot, verdict = look.snapshot, look.verdict
+    """What to say of a run at last: one that failed or stalls in a container is judged again with what its host's kernel
+    says, if that can be read; commands are as they must be typed here.
+    """
+    snapshot, verdict = _with_kernel(place, look.snapshot, look.verdict)
+    return snapshot, place.advised(verdict)
+
+
+def _with_kernel(place: Place, snapshot: Snapshot, verdict: Verdict) -> tuple[Snapshot, Verdict]:
     if verdict.state not in ("failed", "lost", "stalled") or not isinstance(place.host, PctHost):
         return snapshot, verdict
     state = snapshot.state

@@ -3,8 +3,10 @@
 from __future__ import annotations
 
 import os
+import re
+import shlex
 import sys
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from pathlib import Path
 from typing import TYPE_CHECKING
 
@@ -15,6 +17,9 @@ from dflashctl.hostsfile import load
 if TYPE_CHECKING:
     from dflashctl.remote.session import Session
     from dflashctl.transport import Transport
+    from dflashctl.verdict import Verdict
+
+_COMMAND = re.compile(r"\bdflashctl (launch|status|logs|stop|ls)\b(?! --hosts)")
 
 
 class UnclearError(DflashError):
@@ -25,12 +30,30 @@ class UnclearError(DflashError):
 
 @dataclass(frozen=True)
 class Place:
-    """A host that was chosen. accept_new: trust unknown host keys unasked."""
+    """A host that was chosen. accept_new: trust unknown host keys unasked. named: the hosts file that --hosts named."""
 
     host: Host
     hosts: Hosts
     accept_new: bool = False
     may_ask: bool = True
+    named: Path | None = None
+
+    @property
+    def there(self) -> str:
+        """The options by which a command is about this host again."""
+        return self._file + ("" if self.host.name == self.hosts.default_name else f" -H {self.host.name}")
+
+    @property
+    def _file(self) -> str:
+        return f" --hosts {shlex.quote(str(self.named))}" if self.named else ""
+
+    def typed(self, words: str) -> str:
+        """The words with commands of ours as they must be typed here: with the hosts file that was named."""
+        return _COMMAND.sub(lambda found: found[0] + self._file, words)
+
+    def advised(self, verdict: Verdict) -> Verdict:
+        """The verdict with its commands as they must be typed here."""
+        return replace(verdict, advice=self.typed(verdict.advice), work=self.typed(verdict.work))
 
     def session(self) -> Session:
         """A session that is not opened yet, on a connection of its own, which it closes too."""
@@ -81,7 +104,7 @@ def place(host: str | None, hosts_file: Path | None, accept_new: bool, run: str 
                 hint=f"say which: {' or '.join(f'-H {name}' for name in known)}",
             )
         host = known[0] if known else None
-    return Place(trainable(hosts, host), hosts, accept_new)
+    return Place(trainable(hosts, host), hosts, accept_new, named=hosts_file)
 
 
 def trainable(hosts: Hosts, name: str | None) -> Host:

@@ -57,6 +57,6 @@ def stop(
         jsonout.write(jsonout.stop(stopped, place.host.name))
     else:
         out = terminal.stdout()
-        going_on = recovery.again(Snapshot.parse(left))
+        going_on = {key: place.typed(words) for key, words in recovery.again(Snapshot.parse(left)).items()}
         out.print(screens.screen(stopped, place.host.name, grace, going_on, out))
     return ExitCode.OK

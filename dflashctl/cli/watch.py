@@ -60,7 +60,7 @@ def watch(
                     continue
                 if look is None:
                     seen.remember([(item.snapshot.run_id, place.host.name)])
-                look = item
+                look = replace(item, verdict=place.advised(item.verdict))
                 if not look.final:
                     view.show(look)
                 if view.closed:

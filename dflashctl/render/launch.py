@@ -83,9 +83,8 @@ def proven(look: Look, seconds: float, terminal: Terminal) -> list[str]:
     return [f"{word} proven after {duration(look.elapsed)} of {duration(seconds)}, {verdict.reason}"]
 
 
-def following(host: str, default_host: str, terminal: Terminal) -> list[str]:
-    """What to type next."""
-    there = "" if host == default_host else f" -H {host}"
+def following(there: str, terminal: Terminal) -> list[str]:
+    """What to type next. there: the options by which a command is about the same host."""
     typed = ("status", " --wait 100"), ("watch", ""), ("logs", " -f"), ("stop", "")
     lines = [""]
     for command, options in typed:  # each whole, to be copied

@@ -40,6 +40,9 @@ def screen(
         said = f"stopped{took}: {how}; no process is left"
     lines = wrap(harmless(said), terminal.columns, "  ", head)
     if stopped.was_running:
-        words = harmless(f"{going_on['advice']}   {going_on['work']}")
-        lines += wrap(words, terminal.columns, "          ", "next      ")
+        command, work = f"next      {harmless(going_on['advice'])}", harmless(going_on["work"])
+        if len(command) + 3 + len(work) <= terminal.columns:
+            lines.append(f"{command}   {work}")
+        else:  # a command to copy is never broken
+            lines += [command, *wrap(work, terminal.columns, "          ", "          ")]
     return lines

@@ -58,3 +58,16 @@ def test_a_run_is_found_by_its_id_and_asked_about_where_several_hosts_have_one(t
         reach.place(None, file, False, "big")
     assert (caught.value.hint, int(caught.value.exit_code)) == ("say which: -H a or -H b", 2)
     assert reach.place("a", file, False, "big").host.name == "a"
+
+
+def test_commands_to_type_name_the_hosts_file_that_was_named(tmp_path, monkeypatch):
+    file = tmp_path / "my hosts.toml"
+    file.write_text('[hosts.a]\nkind = "local"\n[hosts.b]\nkind = "local"\n')
+    place = reach.place("b", file, False)
+    assert place.there == f" --hosts '{file}' -H b"
+    typed = f"dflashctl stop --hosts '{file}' x && dflashctl launch --hosts '{file}' --resume x"
+    assert place.typed("dflashctl stop x && dflashctl launch --resume x") == typed
+    assert place.typed(typed) == typed
+    monkeypatch.setenv("DFLASH_HOSTS", str(file))
+    found = reach.place("b", None, False)
+    assert (found.there, found.typed("dflashctl stop x")) == (" -H b", "dflashctl stop x")

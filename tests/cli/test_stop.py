@@ -57,6 +57,16 @@ def test_a_run_without_a_checkpoint_is_not_to_be_resumed(cli, started):
     assert "--resume" not in shown.stdout
 
 
+def test_the_command_to_go_on_stands_whole_on_one_line(cli, started):
+    started("a" * 60, scripts.TRAINS)
+    hosts = (cli.home / "hosts.toml").rename(cli.home / "another-hosts.toml")
+    lines = cli("stop", "--hosts", str(hosts), timeout=90).stdout.splitlines()
+    at = next(i for i, line in enumerate(lines) if line.startswith("next "))
+    assert lines[at].split()[1:4] == ["dflashctl", "launch", "--hosts"]
+    assert lines[at].endswith(f" --resume {'a' * 60}")
+    assert lines[at + 1].split()[0] == "Last"
+
+
 def test_ctrl_c_says_that_the_stop_goes_on(cli, started, runner):
     started("stubborn", STUBBORN)
     runner.said("stubborn", "Drafter 0 ready")
