@@ -1,8 +1,11 @@
-"""JSON lines: data, unless they say themselves what level they have."""
+"""Lines that hold several: JSON, which is data unless it says itself what level it has, and tracebacks printed as a list."""
 
 from __future__ import annotations
 
+import ast
 import json
+import re
+import warnings
 
 _LEVEL_KEYS = ("level", "severity", "levelname", "lvl", "log.level", "priority")
 _ERROR_LEVELS = ("error", "err", "fatal", "critical", "panic", "exception", "0", "1", "2", "3")
@@ -18,6 +21,21 @@ _TEXT_KEYS = (
     "event",
     "detail",
 )
+
+_LIST = re.compile(r"\[['\"]Traceback \(most recent call last\).*\]")
+
+
+def listed(text: str) -> list[str]:
+    """The traceback that a program printed as the list that `traceback.format_exception` gives; empty where there is none."""
+    found = _LIST.search(text)
+    if not found:
+        return []
+    try:
+        with warnings.catch_warnings():
+            warnings.simplefilter("ignore")  # it is a log's text, whatever its escapes
+            return ["".join(ast.literal_eval(found[0]))]
+    except (ValueError, TypeError, SyntaxError, RecursionError, MemoryError):
+        return []
 
 
 def read(text: str) -> tuple[str, list[str]]:

@@ -18,7 +18,7 @@ from dflashctl.diagnose.tracebacks import CHAIN, HEADER, Finding, Traceback, exc
 QUOTE_LIMIT = 400
 """Lines after which an unclosed quotation is taken to have ended."""
 STRUCTURED = 400
-"""Lines of text read of one JSON line."""
+"""Lines of text read of one line that holds several."""
 FORGOTTEN = 100
 """Lines of others after which a traceback has ended, whether its own rank said something or not."""
 LEAD = 200
@@ -96,6 +96,8 @@ class Scanner:
         if ln.is_banner(line.text):
             self.reset()
             self.banner = line.number
+        elif HEADER in line.text and (listed := records.listed(line.text)):
+            self._read_whole(line, listed)
         elif not self._in_block(line):
             self._loose(line, line.text)
         if line.text.strip():
@@ -303,7 +305,11 @@ class Scanner:
             for words in said:
                 self._match(replace(line, text=words, level=level), words)
             return
-        stream = f"json {line.number}"
+        self._read_whole(line, said)
+
+    def _read_whole(self, line: Line, said: list[str]) -> None:
+        """Texts that stand in one line with line ends of their own, in a stream of their own."""
+        stream = f"in line {line.number}"
         parts = [
             Line(line.number, part, part, line.rank, stream, "", False)
             for t in said
