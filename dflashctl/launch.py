@@ -102,7 +102,7 @@ def launch(
             "CUDA_VISIBLE_DEVICES can't be set for a run",
             hint="name the GPUs instead: [devices] in the training config, or `devices` of the host in hosts.toml",
         )
-    resume_dir, saved = _resumed(session, resume) if resume else (None, None)
+    resume_dir, onward = _resumed(session, resume) if resume else (None, None)
     tell("checking")
     facts = preflight(session, host, profile, release, variables, name)
     if facts["name_taken"]:  # a dry run starts nothing that would tell it
@@ -112,8 +112,8 @@ def launch(
             hint="choose another --name, or leave it out",
         )
     notes = [*profile.notes, *judge(facts, profile, host, session.transport.label, force=force)]
-    if saved is not None:
-        notes = [f"goes on from step {saved:,} of {resume}", *notes]
+    if onward is not None:
+        notes = [onward, *notes]
     starter = Starter(session, host, profile, release, variables, resume_dir, grace, force)
     run_id, state, deployed = None, {}, False
     first = name or next(runs.candidates(profile.stem, time.time()))
@@ -142,9 +142,9 @@ def launch(
     )
 
 
-def _resumed(session: Session, run_id: str) -> tuple[str, int | None]:
-    """The folder of the run to go on from, and the step of its last checkpoint where its events can be read. Raises
-    NotFoundError, and PreflightError where it saved nothing.
+def _resumed(session: Session, run_id: str) -> tuple[str, str | None]:
+    """The folder of the run to go on from, and a note from where, if its events can be read. Raises NotFoundError, and
+    PreflightError where it saved nothing.
     """
     found = Snapshot.parse(session.call("snapshot", run_id=run_id, log_lines=0, want_gpu=False))
     saved = found.events.newest("checkpoint")
@@ -152,7 +152,12 @@ def _resumed(session: Session, run_id: str) -> tuple[str, int | None]:
         raise PreflightError(
             f"{run_id} saved no checkpoint: there is nothing to go on from", hint="launch without --resume"
         )
-    return str(session.call("config", run_id=run_id)["path"]), whole(saved.get("step"))
+    step = whole(saved.get("step"))
+    onward = None if step is None else f"goes on from step {step:,} of {run_id}"
+    last = found.events.steps[-1] if found.events.steps else None
+    if onward and step is not None and last is not None and last.steps is not None and step >= last.steps:
+        onward += ", its last: more steps need a config (-c) that asks for them"
+    return str(session.call("config", run_id=run_id)["path"]), onward
 
 
 def _whole(origin: str) -> str:

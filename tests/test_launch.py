@@ -129,7 +129,8 @@ def test_resume_names_the_other_run(runner: Runner, session: Session, host: Host
         go(session, host, name="second", resume="first")
     with (runner.run_dir("first") / "events.jsonl").open("a") as events:
         events.write('{"t": 1.0, "event": "checkpoint", "step": 5, "path": "checkpoints/step-00000005"}\n')
-    go(session, host, name="second", resume="first")
+    onward = "goes on from step 5 of first, its last: more steps need a config (-c) that asks for them"
+    assert go(session, host, name="second", resume="first").notes[0] == onward
     runner.ended("second")
     assert f"resume {runner.run_dir('first')}\n" in (runner.run_dir("second") / "run.log").read_text()
     assert json.loads((runner.run_dir("second") / "manifest.json").read_text())["resume"] == str(

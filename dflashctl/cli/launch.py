@@ -165,7 +165,7 @@ def _wait(place: Place, session: Session, launched: Launched, seconds: float, js
             jsonout.write(jsonout.launch(launched, place.host, look))
     if json:
         return look.verdict.exit_code
-    if look.verdict.state in ("training", "evaluating", "finished"):
+    if look.verdict.state in ("training", "evaluating"):
         out.print(screens.proven(look, seconds, out))
         out.print(["", *screens.following(place.there, out)])
     else:

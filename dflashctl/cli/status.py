@@ -45,6 +45,8 @@ def status(
     from dflashctl.watch import Watcher
     from dflashctl.words import duration
 
+    if full and not wait:
+        raise typer.BadParameter("--full goes with --wait")
     place = reach.place(host, hosts, accept_new, run)
     ladder = None if json else Ladder(terminal.stderr(), wait or 0.0, skip_reached=True)
     watcher = Watcher(place.session, run)

@@ -78,8 +78,6 @@ def proven(look: Look, seconds: float, terminal: Terminal) -> list[str]:
     """`training: proven after 74 s of 100 s`."""
     verdict = look.verdict
     word = terminal.style(f"{verdict.state}:", "bold", "green")
-    if verdict.state == "finished":
-        return [f"{word} {verdict.reason}"]
     return [f"{word} proven after {duration(look.elapsed)} of {duration(seconds)}, {verdict.reason}"]
 
 

@@ -193,6 +193,13 @@ def test_json_has_the_verdict_of_a_wait(launch, trainer, capfd):
     assert "\n\n" not in said  # no screen
 
 
+def test_a_run_that_finishes_within_the_wait_is_shown_as_status_shows_it(launch, capfd):
+    assert app.run(["launch", "--name", "short", "--wait", "60"]) == 0
+    shown = capfd.readouterr().out
+    assert "\nshort on here   FINISHED   " in shown
+    assert "logs -f" not in shown  # there is nothing to follow or to stop
+
+
 @pytest.mark.parametrize(("end", "code"), [(KeyboardInterrupt(), 130), (ConnectionLostError("cut"), 7)])
 def test_json_tells_of_a_run_whose_wait_ended_early(launch, monkeypatch, end, code):
     def cut(*_):

@@ -169,6 +169,11 @@ def test_ctrl_c_in_a_wait_detaches(cli, started):
     assert cli("status").returncode == 5
 
 
+def test_full_without_a_wait_is_wrong_usage(cli):
+    shown = cli("status", "--full")
+    assert (shown.returncode, "--full goes with --wait" in shown.stderr) == (2, True)
+
+
 def test_full_waits_the_whole_time(cli, started):
     started("trains", scripts.TRAINS)
     shown, took = timed(cli, "status", "--wait", "1.5", "--full")
