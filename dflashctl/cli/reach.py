@@ -124,4 +124,7 @@ def _confirm(question: str) -> bool:
 
     terminal = stderr()
     terminal.write(f"{question} [y/N] ")
-    return sys.stdin.readline().strip().lower() in ("y", "yes")
+    said = sys.stdin.readline()
+    if not said:  # Ctrl-D leaves the cursor behind the question
+        terminal.write("\n")
+    return said.strip().lower() in ("y", "yes")
