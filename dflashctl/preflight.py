@@ -16,7 +16,7 @@ if TYPE_CHECKING:
     from dflashctl.remote.session import Session
 
 OLDEST_TORCH = (2, 11)
-NEEDS = "'torch>=2.11' 'transformers>=5' pyarrow safetensors jinja2"
+NEEDS = "'torch>=2.11' 'transformers>=5' pyarrow safetensors 'jinja2>=3.1.6'"
 """For pip, as the extra `trainer` of pyproject.toml has them. What is looked for: remote/preflight.py."""
 
 BUSY_MIB = 1024

@@ -128,9 +128,9 @@ def test_python_3_10_is_told_to_install_tomli() -> None:
     missing = {name: f"ModuleNotFoundError: No module named '{name}'" for name in ("torch", "tomli")}
     error = refused(modules(python="3.10.13", missing=missing))
     assert error.message == "/opt/venv/bin/python on ct200 on pve1 has no torch, tomli"
-    assert "safetensors jinja2 tomli; or" in error.hint
+    assert "safetensors 'jinja2>=3.1.6' tomli; or" in error.hint
     del missing["tomli"]
-    assert "safetensors jinja2; or" in refused(modules(missing=missing)).hint
+    assert "safetensors 'jinja2>=3.1.6'; or" in refused(modules(missing=missing)).hint
 
 
 @pytest.mark.parametrize("python", ["python3", "/usr/bin/python3"])

@@ -270,21 +270,21 @@ def settings(config: Config, dataset: str, drafters: int | None = None) -> dict[
     return flat
 
 
-def _said(settings: dict[str, Any], name: str) -> str:
-    """Another release may not have had the setting."""
-    return repr(settings[name]) if name in settings else "no such setting"
-
-
 def refuse_differences(checkpoint: Checkpoint, now: dict[str, Any]) -> None:
-    """Raise CheckpointError when the run to resume was made with other settings, listing them."""
-    then = checkpoint.record["settings"]
-    names = [name for name in {**then, **now} if then.get(name) != now.get(name)]
+    """Raise CheckpointError when the run to resume was made with other settings, listing them.
+
+    A setting that the checkpoint's release did not have yet counts as its default, which is what was done without it.
+    """
+    then = {**settings(Config(), dataset=""), **checkpoint.record["settings"]}
+    gone = then.keys() - now.keys()
+    names = [name for name in {**then, **now} if name in gone or then[name] != now[name]]
     if names:
         lines = "".join(
-            f"\n  {name}: {_said(then, name)} in the checkpoint, {_said(now, name)} now" for name in names
+            f"\n  {name}: {then[name]!r} in the checkpoint, {'no such setting' if name in gone else repr(now[name])} now"
+            for name in names
         )
         fix = "put these back"
-        if any(name not in then or name not in now for name in names):
+        if gone:
             fix = "resume with the release of the trainer that saved it, which has other settings"
         raise CheckpointError(
             f"{checkpoint.path}: can't resume exactly with another configuration; {fix}, or start a new run:{lines}"

@@ -220,13 +220,27 @@ def test_what_a_resumed_run_may_change_is_named_one_by_one() -> None:
     assert free <= set(re.findall("`([^`]*)`", said))
 
 
-def test_a_setting_that_the_checkpoint_knows_nothing_of_is_named_as_such(tmp_path: Path) -> None:
-    now = checkpoint.settings(parse({}), "abc")
-    then = {name: value for name, value in now.items() if name != "runtime.fp8_target"}
-    with pytest.raises(
-        CheckpointError, match=r"runtime.fp8_target: no such setting in the checkpoint, False now"
-    ) as error:
+def test_a_setting_that_came_later_counts_as_its_default(tmp_path: Path) -> None:
+    def resume(now: dict[str, Any], without: str) -> None:
+        then = {name: value for name, value in now.items() if name != without}
         checkpoint.refuse_differences(checkpoint.Checkpoint(tmp_path, {"settings": then}), now)
+
+    for name in checkpoint.settings(parse({}), "abc").keys() - {"dataset content"}:
+        resume(checkpoint.settings(parse({}), "abc"), name)
+    other = checkpoint.settings(parse({"runtime": {"fp8_target": True}}), "abc")
+    with pytest.raises(
+        CheckpointError, match=r"put these back.*\n  runtime.fp8_target: False in .*, True now$"
+    ):
+        resume(other, "runtime.fp8_target")
+
+
+def test_a_setting_that_is_gone_is_named_as_such(tmp_path: Path) -> None:
+    now = checkpoint.settings(parse({}), "abc")
+    found = checkpoint.Checkpoint(tmp_path, {"settings": {**now, "train.heat": 3}})
+    with pytest.raises(
+        CheckpointError, match=r"train.heat: 3 in the checkpoint, no such setting now"
+    ) as error:
+        checkpoint.refuse_differences(found, now)
     assert "; resume with the release of the trainer that saved it, which" in str(error.value)
 
 
