@@ -102,7 +102,7 @@ def launch(
             "CUDA_VISIBLE_DEVICES can't be set for a run",
             hint="name the GPUs instead: [devices] in the training config, or `devices` of the host in hosts.toml",
         )
-    resume_dir, onward = _resumed(session, resume) if resume else (None, None)
+    resume_dir, onward = _resumed(session, resume, variables) if resume else (None, [])
     tell("checking")
     facts = preflight(session, host, profile, release, variables, name)
     if facts["name_taken"]:  # a dry run starts nothing that would tell it
@@ -111,9 +111,7 @@ def launch(
             where=f"on {session.transport.label}",
             hint="choose another --name, or leave it out",
         )
-    notes = [*profile.notes, *judge(facts, profile, host, session.transport.label, force=force)]
-    if onward is not None:
-        notes = [onward, *notes]
+    notes = [*onward, *profile.notes, *judge(facts, profile, host, session.transport.label, force=force)]
     starter = Starter(session, host, profile, release, variables, resume_dir, grace, force)
     run_id, state, deployed = None, {}, False
     first = name or next(runs.candidates(profile.stem, time.time()))
@@ -142,9 +140,9 @@ def launch(
     )
 
 
-def _resumed(session: Session, run_id: str) -> tuple[str, str | None]:
-    """The folder of the run to go on from, and a note from where, if its events can be read. Raises NotFoundError, and
-    PreflightError where it saved nothing.
+def _resumed(session: Session, run_id: str, variables: Mapping[str, str]) -> tuple[str, list[str]]:
+    """The folder of the run to go on from; notes: from which step, and what it had that this launch has not. Raises
+    NotFoundError, and PreflightError where it saved nothing.
     """
     found = Snapshot.parse(session.call("snapshot", run_id=run_id, log_lines=0, want_gpu=False))
     saved = found.events.newest("checkpoint")
@@ -153,11 +151,17 @@ def _resumed(session: Session, run_id: str) -> tuple[str, str | None]:
             f"{run_id} saved no checkpoint: there is nothing to go on from", hint="launch without --resume"
         )
     step = whole(saved.get("step"))
-    onward = None if step is None else f"goes on from step {step:,} of {run_id}"
+    notes = [] if step is None else [f"goes on from step {step:,} of {run_id}"]
     last = found.events.steps[-1] if found.events.steps else None
-    if onward and step is not None and last is not None and last.steps is not None and step >= last.steps:
-        onward += ", its last: more steps need a config (-c) that asks for them"
-    return str(session.call("config", run_id=run_id)["path"]), onward
+    if step is not None and last is not None and last.steps is not None and step >= last.steps:
+        notes[0] += ", its last: more steps need a config (-c) that asks for them"
+    had = found.manifest.get("environment")  # names alone: any value may be a secret
+    gone = [str(key) for key in had if key not in variables] if isinstance(had, list) else []
+    if gone:
+        notes.append(
+            f"{run_id} had variables that are not set now: {', '.join(gone)} (-e NAME=VALUE sets one)"
+        )
+    return str(session.call("config", run_id=run_id)["path"]), notes
 
 
 def _whole(origin: str) -> str:

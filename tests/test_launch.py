@@ -123,14 +123,17 @@ def test_data_of_the_demo_for_another_target_is_noted(tmp_path: Path, session: S
 
 
 def test_resume_names_the_other_run(runner: Runner, session: Session, host: Host) -> None:
-    go(session, host, name="first")
+    go(session, host, name="first", environment={"HF_TOKEN": "hf_hidden"})
     runner.ended("first")
     with pytest.raises(PreflightError, match="first saved no checkpoint"):
         go(session, host, name="second", resume="first")
     with (runner.run_dir("first") / "events.jsonl").open("a") as events:
         events.write('{"t": 1.0, "event": "checkpoint", "step": 5, "path": "checkpoints/step-00000005"}\n')
     onward = "goes on from step 5 of first, its last: more steps need a config (-c) that asks for them"
-    assert go(session, host, name="second", resume="first").notes[0] == onward
+    unset = "first had variables that are not set now: HF_TOKEN (-e NAME=VALUE sets one)"
+    planned = go(session, host, resume="first", dry_run=True, environment={"HF_TOKEN": "hf_other"})
+    assert planned.notes == [onward]
+    assert go(session, host, name="second", resume="first").notes == [onward, unset]
     runner.ended("second")
     assert f"resume {runner.run_dir('first')}\n" in (runner.run_dir("second") / "run.log").read_text()
     assert json.loads((runner.run_dir("second") / "manifest.json").read_text())["resume"] == str(
