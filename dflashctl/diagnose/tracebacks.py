@@ -218,7 +218,7 @@ class Traceback:
             echo = pattern is not None and pattern.echo
             if pattern is not None and pattern.over:
                 wrappers.append((finding, pattern.over))
-            plain = finding.cls == "user-exception" or finding.weak
+            plain = signatures.by_name[finding.cls].class_ == "user-exception" or finding.weak
             rank = (2 if echo or (plain and finding.role == "cascade") else 1) if plain or echo else 0
             if finding.role == "cascade" and not plain:
                 rank = 3
@@ -226,7 +226,8 @@ class Traceback:
                 rank = 2
             ranked.append((rank, order, finding))
         winner = min(ranked, key=lambda item: item[:2])[2]
-        winner = next((f for f, over in wrappers if winner.cls in over and winner.line < f.line), winner)
+        least = signatures.by_name[winner.cls].class_
+        winner = next((f for f, over in wrappers if least in over and winner.line < f.line), winner)
         if from_loader and (
             winner.cls == "user-exception" or signatures.by_name[winner.cls].group == "weights"
         ):  # what loaders read is data, in whatever form
