@@ -57,6 +57,7 @@ class Place:
 
     def session(self) -> Session:
         """A session that is not opened yet, on a connection of its own, which it closes too."""
+        from dflashctl.cli.patience import AwaitedSession
         from dflashctl.remote.session import Session
         from dflashctl.transport import transport_for
 
@@ -67,7 +68,10 @@ class Place:
             accept_new=self.accept_new,
         )
         remark = "" if self.hosts.path else "; no hosts.toml was found here, above or in ~/.config/dflashctl"
-        return Session.on(self.host, transport, owns_transport=True, remark=remark)
+        kind = (
+            AwaitedSession if self.may_ask else Session
+        )  # who may not ask shows the wait for several hosts itself
+        return kind.on(self.host, transport, owns_transport=True, remark=remark)
 
     def parent(self) -> Transport:
         """The way to the host that the container is on. Not opened yet."""
@@ -120,8 +124,11 @@ def trainable(hosts: Hosts, name: str | None) -> Host:
 
 
 def _confirm(question: str) -> bool:
+    from dflashctl.cli.patience import Patience
     from dflashctl.render.terminal import stderr
 
+    if Patience.current is not None:
+        Patience.current.end()
     terminal = stderr()
     terminal.write(f"{question} [y/N] ")
     said = sys.stdin.readline()
