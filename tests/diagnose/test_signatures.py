@@ -60,7 +60,11 @@ def test_each_rule_names_a_class_that_outside_tools_know() -> None:
     known = json.loads((report.CORPUS / "classes.json").read_text("utf-8"))
     for rule in rules:
         assert rule.class_ == "unknown" or rule.group == known[rule.class_]["group"], rule.name
-    assert {rule.name for rule in rules if rule.class_ == "unknown"} == {"killed", "gpu-controller-stopped"}
+    assert {rule.name for rule in rules if rule.class_ == "unknown"} == {
+        "killed",
+        "gpu-controller-stopped",
+        "gpu-needs-reset",
+    }
 
 
 def test_every_example_belongs_to_a_pattern() -> None:

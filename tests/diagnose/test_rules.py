@@ -1,0 +1,50 @@
+"""What a rule must do beyond its one example of patterns.examples."""
+
+from __future__ import annotations
+
+import pytest
+
+from dflashctl.diagnose import diagnose
+
+ENDED = {"process_alive": False, "exit_code": 1}
+CAPTURE = (
+    "operation not permitted when stream is capturing",
+    "operation would result in a merge of separate capture sequences",
+    "capture was not ended in the same stream as it began",
+    "capturing stream has unjoined work",
+    "dependency created on uncaptured work in another stream",
+    "operation would make the legacy stream depend on a capturing blocking stream",
+    "operation not permitted on an event last recorded in a capturing stream",
+    "attempt to terminate a thread-local capture sequence from another thread",
+)
+"""CUDA's words for its errors 900 and 902 to 908."""
+
+
+@pytest.mark.parametrize("words", CAPTURE)
+def test_each_word_of_cuda_for_a_capture_that_failed(words: str) -> None:
+    log = ["Traceback (most recent call last):", f"torch.AcceleratorError: CUDA error: {words}"]
+    assert diagnose([line.encode() for line in log], ENDED).class_ == "cuda-graph-capture"
+
+
+NO_GPU = ["Traceback (most recent call last):", "RuntimeError: No CUDA GPUs are available"]
+
+
+@pytest.mark.parametrize(
+    ("said", "rule"),
+    [
+        ("Failed to initialize NVML: Insufficient Permissions", "gpu-not-permitted"),
+        ("[  903.6] NVRM: GPU 0000:98:00.0: RmInitAdapter failed! (0x62:0x65:1792)", "gpu-init-failed"),
+    ],
+)
+def test_why_there_is_no_gpu(said: str, rule: str) -> None:
+    """What was said before explains the error, and is no failure without one."""
+    found = diagnose([line.encode() for line in (said, *NO_GPU)], ENDED)
+    assert (found.class_, found.rule, found.root and found.root.line) == ("no-nvidia-driver", rule, 1)
+    assert diagnose([said.encode(), b"step 1 | loss 2.0", b"step 2 | loss 1.9"]).class_ is None
+
+
+def test_a_reset_that_the_driver_asks_for() -> None:
+    line = "NVRM: Xid (PCI:0000:0a:00): 154, pid=1, name=python3, GPU recovery action changed from 0x{} ({}) to 0x{} ({})"
+    asked = diagnose([line.format(0, "None", 1, "GPU Reset Required").encode()], ENDED)
+    assert (asked.class_, asked.rule, asked.where) == ("unknown", "gpu-needs-reset", "the GPU at PCI 0a:00")
+    assert diagnose([line.format(1, "GPU Reset Required", 0, "None").encode()]).class_ is None
