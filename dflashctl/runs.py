@@ -95,10 +95,15 @@ def manifest(
         "devices": {kind: list(names) for kind, names in devices.items()},
         "warmup": dict(warmup),
         "environment": sorted(environment),
-        "client": f"{user_name()}@{socket.gethostname()}",
+        "client": client(),
         "resume": resume,
         "launch_id": launch_id,
     }
+
+
+def client() -> str:
+    """Who asks, from which machine."""
+    return f"{user_name()}@{socket.gethostname()}"
 
 
 def user_name() -> str:

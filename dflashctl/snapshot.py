@@ -61,6 +61,7 @@ class State:
     signal: str = ""
     stop_requested: float | None = None
     stopped_by: str = ""
+    stop_client: str = ""  # who asked for the stop, USER@MACHINE
     killed_after_grace: bool = False
     peak_memory_bytes: int | None = None
     oom_kills: int = 0
@@ -80,6 +81,7 @@ class State:
             signal=text(raw.get("signal")),
             stop_requested=finite(raw.get("stop_requested")),
             stopped_by=text(raw.get("stopped_by")),
+            stop_client=text(raw.get("stop_client")),
             killed_after_grace=raw.get("killed_after_grace") is True,
             peak_memory_bytes=whole(raw.get("peak_memory_bytes")),
             oom_kills=whole(raw.get("oom_kills")) or 0,

@@ -95,7 +95,7 @@ def _ended(s: Snapshot, state: State, phase: str) -> Verdict:
     asked = state.stop_requested is not None
     if state.error and asked:  # stopped without its supervisor, see remote/control.py
         return Verdict.of(
-            "stopped", phase, "as asked" + _joined(after), notes=(state.error,), rests_on=rests, **again(s)
+            "stopped", phase, _asked(state) + _joined(after), notes=(state.error,), rests_on=rests, **again(s)
         )
     if state.error:
         return Verdict.of("failed", phase, f"it could not start: {state.error}", rests_on=rests, **again(s))
@@ -124,7 +124,7 @@ def _stopped(s: Snapshot, state: State, phase: str, forced: bool, after: str, re
     """It ended in order; whether that was wanted is for who asked: a machine's shutdown is not."""
     by = state.stopped_by
     ours = by in ("", STOPPED_BY_US)
-    reason = "as asked" if ours else f"by {by}"
+    reason = _asked(state) if ours else f"by {by}"
     reason += (", killed after the grace period" if forced else "") + _joined(after)
     code = ExitCode.OK if ours else ExitCode.FAILED
     return Verdict.of("stopped", phase, reason, exit_code=int(code), rests_on=rests, **again(s))
@@ -188,6 +188,10 @@ def _lost(s: Snapshot, phase: str, reason: str, rests: str) -> Verdict:
             "finished", phase, "as the trainer reported", notes=(reason,), rests_on=rests, work=served(s)
         )
     return Verdict.of("lost", phase, reason, rests_on=rests, **again(s))
+
+
+def _asked(state: State) -> str:
+    return "as asked" + (f" by {state.stop_client}" if state.stop_client else "")
 
 
 def _joined(after: str) -> str:

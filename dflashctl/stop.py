@@ -5,6 +5,7 @@ from __future__ import annotations
 from dataclasses import dataclass
 from typing import TYPE_CHECKING, Any
 
+from dflashctl import runs
 from dflashctl.errors import ConnectionLostError
 
 if TYPE_CHECKING:
@@ -36,7 +37,7 @@ def stop(session: Session, run_id: str | None = None, *, grace: float = GRACE) -
     """TERM, `grace` seconds, KILL, verified. Idempotent. Raises NotFoundError, ConnectionLostError, DflashError."""
     session.open()
     try:
-        answer = session.call("stop", run_id=run_id, grace=grace)
+        answer = session.call("stop", run_id=run_id, grace=grace, client=runs.client())
     except ConnectionLostError as error:
         raise ConnectionLostError(
             error.message,

@@ -32,7 +32,8 @@ def judge_living(s: Snapshot, state: State, previous: Snapshot | None, now: floa
     if failed:
         return _worker_failed(s, failed, now, phase)
     if state.stop_requested is not None:
-        reason = f"stopping since {duration(now - state.stop_requested)}, it saves a checkpoint first"
+        who = f", asked by {state.stop_client}" if state.stop_client else ""
+        reason = f"stopping since {duration(now - state.stop_requested)}{who}, it saves a checkpoint first"
         kind = "training" if s.events.steps else "warming"
         return Verdict.waiting(kind, phase, reason, "it is killed when the grace period ends", 5.0)
     if not s.events.steps:

@@ -176,9 +176,9 @@ class Agent:
     def do_start(self, **params):
         return control.start(**params)
 
-    def do_stop(self, workspace, run_id=None, grace=60.0):
+    def do_stop(self, workspace, run_id=None, grace=60.0, client=None):
         folder = store.find_run(workspace, run_id)
-        return {"run_id": os.path.basename(folder), **control.stop(folder, grace, self.sleep)}
+        return {"run_id": os.path.basename(folder), **control.stop(folder, grace, self.sleep, client)}
 
     def do_snapshot(
         self, workspace, run_id=None, log_lines=20, want_gpu=True, log_since=None, gpu_fresh=None

@@ -212,10 +212,10 @@ def await_takeover(run_dir):
     return state
 
 
-def stop(run_dir, grace, pause):
+def stop(run_dir, grace, pause, client=None):
     """Stop a run: TERM, `grace` seconds, KILL. Idempotent; returns {"state", "was_running", "killed", "lost"}.
 
-    `pause(seconds)` sleeps. Raises Refusal when something of the run outlives SIGKILL.
+    `pause(seconds)` sleeps. `client`: who asks, for the record. Raises Refusal when something of the run outlives SIGKILL.
     """
     state = probe.read_state(run_dir)
     if state is None:
@@ -225,7 +225,7 @@ def stop(run_dir, grace, pause):
         return {"state": state, "was_running": False, "killed": False, "lost": standing == "lost"}
     if standing == "starting":
         state = await_takeover(run_dir)  # a supervisor that has read its record would not see this stop
-    request = {"requested": time.time(), "grace": grace}
+    request = {"requested": time.time(), "grace": grace, "client": client}
     leave_request(run_dir, request)
     deadline = time.monotonic() + grace + supervisor.STRAY_WAIT
     _, guarded = probe.living(state)
@@ -273,6 +273,7 @@ def end_unsupervised(run_dir, state, request, pause):
         updated=now,
         stop_requested=request["requested"],
         stopped_by=supervisor.ASKED,
+        stop_client=request["client"],
     )
     state["error"] = "its supervisor was gone when it was stopped, so its exit code is not known"
     supervisor.write_json(os.path.join(run_dir, "state.json"), state)

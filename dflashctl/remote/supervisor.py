@@ -232,6 +232,7 @@ def new_state(run_id, unit):
         "signal": None,
         "stop_requested": None,
         "stopped_by": None,
+        "stop_client": None,
         "killed_after_grace": False,
         "peak_memory_bytes": None,
         "oom_kills": 0,
@@ -364,6 +365,7 @@ class Supervisor:
             return
         request = read_json(self.path("stop.json")) or {}
         self.state["stopped_by"] = ASKED if request else OUTSIDE
+        self.state["stop_client"] = request.get("client")
         self.state["stop_requested"] = request.get("requested") or time.time()
         self.deadline = time.monotonic() + float(request.get("grace", self.grace))
         self.beat()

@@ -6,6 +6,7 @@ import time
 
 import pytest
 
+from dflashctl import runs
 from dflashctl.remote import supervisor
 from tests.cli import scripts
 
@@ -23,7 +24,7 @@ def test_a_run_saves_and_stops(cli, started, runner):
     assert not supervisor.members(runner.state("trains")["pgid"])
     status = cli("status")
     assert status.returncode == 0
-    assert "STOPPED   as asked" in status.stdout
+    assert f"STOPPED   as asked by {runs.client()}, " in status.stdout  # of two who use it, which one
     assert "Last checkpoint: step" in status.stdout
 
 
@@ -45,7 +46,7 @@ def test_what_outlives_the_grace_period_is_killed(cli, started, runner):
     shown = cli("stop", "--grace", "1")
     assert shown.returncode == 0
     assert "killed: it outlived the grace period of 1 s" in shown.stdout
-    assert "STOPPED   as asked, killed after the grace period" in cli("status").stdout
+    assert f"STOPPED   as asked by {runs.client()}, killed after the grace period" in cli("status").stdout
 
 
 def test_a_run_without_a_checkpoint_is_not_to_be_resumed(cli, started):
