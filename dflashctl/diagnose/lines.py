@@ -30,6 +30,9 @@ _PREFIX = re.compile(
     r"|(?P<host>(?=[\w.-]{0,63}\d)[\w.-]{1,64}): (?=Traceback \(most|  File \"|    \S|\[rank\d|[\w.]*(?:Error|Exception)\b)"
     r"|\[?(?:\d{4}-\d\d-\d\d[T ]|\d\d/\d\d/\d\d \w{0,2}|)\d\d:\d\d:\d\d(?:[.,]\d+)?\]? +(?=Traceback \(most|  File \"|\w+Error\b)"
     r"|\[\d{4}-\d\d-\d\d[T ]\d\d:\d\d:\d\d(?:[.,]\d+)?\] (?=\S|\s{2,}\S)"  # ts
+    # torchx
+    r"|(?P<role>[a-z][\w.-]{0,60}/\d{1,5}) "
+    r"(?=\[default\d|\[rank\d|Traceback \(most|  File \"|    \S|[IWEF]\d{4} |[\w.]*(?:Error|Exception)\b)"
     r"|(?P<process>\w+\[\d+\]): (?=Traceback \(most|  File \"|    \S|\w+Error\b)"
     r")"
 )
