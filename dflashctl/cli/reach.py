@@ -10,7 +10,7 @@ from dataclasses import dataclass, replace
 from pathlib import Path
 from typing import TYPE_CHECKING
 
-from dflashctl.config import Host, Hosts
+from dflashctl.config import Host, Hosts, PctHost
 from dflashctl.errors import ConfigError, DflashError, ExitCode
 from dflashctl.hostsfile import load
 
@@ -48,12 +48,18 @@ class Place:
         return f" --hosts {shlex.quote(str(self.named))}" if self.named else ""
 
     def typed(self, words: str) -> str:
-        """The words with commands of ours as they must be typed here: with the hosts file that was named."""
+        """The words with commands as they must be typed: ours with the hosts file that was named, pct's with the container."""
+        if isinstance(self.host, PctHost):
+            words = words.replace("pct set VMID", f"on {self.host.via}: pct set {self.host.vmid}")
         return _COMMAND.sub(lambda found: found[0] + self._file, words)
 
     def advised(self, verdict: Verdict) -> Verdict:
         """The verdict with its commands as they must be typed here."""
-        return replace(verdict, advice=self.typed(verdict.advice), work=self.typed(verdict.work))
+        found = verdict.diagnosis
+        if found is not None:
+            found = replace(found, advice=tuple(map(self.typed, found.advice)))
+        advice, work = self.typed(verdict.advice), self.typed(verdict.work)
+        return replace(verdict, advice=advice, work=work, diagnosis=found)
 
     def session(self) -> Session:
         """A session that is not opened yet, on a connection of its own, which it closes too."""
@@ -68,14 +74,12 @@ class Place:
             accept_new=self.accept_new,
         )
         remark = "" if self.hosts.path else "; no hosts.toml was found here, above or in ~/.config/dflashctl"
-        kind = (
-            AwaitedSession if self.may_ask else Session
-        )  # who may not ask shows the wait for several hosts itself
+        # who may not ask is one of several, and the wait for all is told
+        kind = AwaitedSession if self.may_ask else Session
         return kind.on(self.host, transport, owns_transport=True, remark=remark)
 
     def parent(self) -> Transport:
         """The way to the host that the container is on. Not opened yet."""
-        from dflashctl.config import PctHost
         from dflashctl.transport import transport_for
 
         assert isinstance(self.host, PctHost)

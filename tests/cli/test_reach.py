@@ -5,6 +5,9 @@ import io
 import pytest
 
 from dflashctl.cli import reach, seen
+from dflashctl.snapshot import Snapshot
+from dflashctl.status import judge
+from tests.snapshots import FIXTURES
 
 
 @pytest.fixture(autouse=True)
@@ -35,6 +38,17 @@ def test_commands_to_type_name_the_hosts_file_that_was_named(tmp_path, monkeypat
     monkeypatch.setenv("DFLASH_HOSTS", str(file))
     found = reach.place("b", None, False)
     assert (found.there, found.typed("dflashctl stop x")) == (" -H b", "dflashctl stop x")
+
+
+def test_what_to_do_about_a_containers_memory_names_the_container(tmp_path):
+    """In the verdict and in its diagnosis: the rule that says it knows of no container."""
+    file = tmp_path / "hosts.toml"
+    via = '[hosts.pve1]\nkind = "ssh"\naddress = "192.0.2.1"\n'
+    file.write_text(via + '[hosts.ct]\nkind = "pct"\nvia = "pve1"\nvmid = 207\n')
+    verdict = reach.place("ct", file, False).advised(judge(Snapshot.parse(FIXTURES["oom"])))
+    told = "raise the container's memory (on pve1: pct set 207 --memory MB)"
+    assert verdict.advice.startswith(told)
+    assert verdict.diagnosis.advice[0].startswith(told)
 
 
 @pytest.mark.parametrize(
