@@ -9,7 +9,7 @@ from __future__ import annotations
 import re
 from collections.abc import Iterable
 
-from dflashctl.diagnose.literals import searches
+from dflashctl.diagnose.literals import searches, shortest
 
 WORDS = (
     "error", "exception", "traceback", "fatal", "failed", "failure", "abort", "assert", "panic", "cannot", "unable to",
@@ -44,7 +44,7 @@ class Sieve:
     """Finds lines that may open, end or show something, and those that hold one of `words` (in lower case)."""
 
     def __init__(self, words: Iterable[str]) -> None:
-        self._searches = (FORMS, *searches({*WORDS, *words}), *searches(TYPES, AFTER_TYPE))
+        self._searches = (FORMS, *searches(shortest({*WORDS, *words})), *searches(TYPES, AFTER_TYPE))
 
     def lines(self, text: bytes) -> list[int]:
         """Numbers from 0 of the lines that hold something, in order."""

@@ -9,7 +9,7 @@ from functools import lru_cache
 from pathlib import Path
 from typing import Any
 
-from dflashctl.diagnose.literals import literals, searches
+from dflashctl.diagnose.literals import literals, searches, shortest
 from dflashctl.errors import ConfigError
 
 if sys.version_info >= (3, 11):
@@ -66,7 +66,7 @@ class Signatures:
         # per scope, what finds the literals that its patterns need; None where one of them needs none
         self._gates = {scope: self._gate(scope) for scope in SCOPES}
         loose = [pattern for scope in ("line", "warn", "hint") for _, pattern in self._scoped[scope]]
-        self.stems = _shortest({stem for pattern in loose for stem in pattern.needs})
+        self.stems = shortest({stem for pattern in loose for stem in pattern.needs})
         self.any_line = any(not pattern.needs for pattern in loose)
         self._loose = searches(self.stems)
 
@@ -74,7 +74,7 @@ class Signatures:
         patterns = [pattern for _, pattern in self._scoped[scope]]
         if not all(pattern.needs for pattern in patterns):
             return None
-        return searches(_shortest({stem for pattern in patterns for stem in pattern.needs}))
+        return searches(shortest({stem for pattern in patterns for stem in pattern.needs}))
 
     def match(self, text: str, *scopes: str) -> tuple[Signature, Pattern, dict[str, str]] | None:
         """The first signature that matches `text` in one of the scopes (strong patterns before weak ones), and its captures."""
@@ -100,11 +100,6 @@ class Signatures:
         """Whether a line with this text, whatever its digits, could match in a scope of loose lines."""
         raw = text.lower().encode("utf-8", "replace")
         return self.any_line or any(search.search(raw) for search in self._loose)
-
-
-def _shortest(stems: set[str]) -> tuple[str, ...]:
-    """Without those that contain another."""
-    return tuple(sorted(s for s in stems if not any(other != s and other in s for other in stems)))
 
 
 def parse(raw: dict[str, Any], source: str) -> list[Signature]:
@@ -186,12 +181,16 @@ class _Anything(dict[str, str]):
         return key
 
 
-@lru_cache(maxsize=4)
 def load(extra: Path | None = None) -> Signatures:
     """The bundled signatures; those of `extra` (a TOML file of the same form) come first and replace equal names.
 
     Raises ConfigError when a file is not valid.
     """
+    return _load(extra)  # `load()` and `load(None)` are one
+
+
+@lru_cache(maxsize=4)
+def _load(extra: Path | None) -> Signatures:
     bundled = parse(
         tomllib.loads(Path(__file__).with_name("signatures.toml").read_text("utf-8")), "signatures.toml"
     )

@@ -210,3 +210,7 @@ def test_a_bad_file_is_named(tmp_path: Path, text: str, words: str) -> None:
     own.write_text(text)
     with pytest.raises(ConfigError, match=words):
         diagnose([b"x"], signatures=own)
+
+
+def test_the_bundled_signatures_are_loaded_once() -> None:
+    assert sig.load() is sig.load(None)
