@@ -154,7 +154,7 @@ def _resumed(session: Session, run_id: str, variables: Mapping[str, str]) -> tup
     notes = [] if step is None else [f"goes on from step {step:,} of {run_id}"]
     last = found.events.steps[-1] if found.events.steps else None
     if step is not None and last is not None and last.steps is not None and step >= last.steps:
-        notes[0] += ", its last: more steps need a config (-c) that asks for them"
+        notes[0] += ", its last: no step is left, and a run can't be lengthened"
     had = found.manifest.get("environment")  # names alone: any value may be a secret
     gone = [str(key) for key in had if key not in variables] if isinstance(had, list) else []
     if gone:

@@ -75,9 +75,8 @@ def _modules(modules: Mapping[str, Any], host: Host, label: str) -> list[tuple[s
     missing = modules.get("missing") or {}
     needs = f"{NEEDS} tomli" if "tomli" in missing else NEEDS  # Python 3.10 lacks tomllib
     install = f"install the trainer's needs there: {host.python} -m pip install {needs}"
-    if "/" not in host.python or host.python.startswith(
-        "/usr/bin/"
-    ):  # the system's: Debian's pip refuses (PEP 668)
+    # into the system's, Debian's pip installs nothing (PEP 668)
+    if "/" not in host.python or host.python.startswith("/usr/bin/"):
         install = f"make a Python there that has them: python3 -m venv /opt/venv && /opt/venv/bin/pip install {needs}"
         install += "; then set `python` of this host in hosts.toml to /opt/venv/bin/python"
     else:

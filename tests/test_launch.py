@@ -129,7 +129,7 @@ def test_resume_names_the_other_run(runner: Runner, session: Session, host: Host
         go(session, host, name="second", resume="first")
     with (runner.run_dir("first") / "events.jsonl").open("a") as events:
         events.write('{"t": 1.0, "event": "checkpoint", "step": 5, "path": "checkpoints/step-00000005"}\n')
-    onward = "goes on from step 5 of first, its last: more steps need a config (-c) that asks for them"
+    onward = "goes on from step 5 of first, its last: no step is left, and a run can't be lengthened"
     unset = "first had variables that are not set now: HF_TOKEN (-e NAME=VALUE sets one)"
     planned = go(session, host, resume="first", dry_run=True, environment={"HF_TOKEN": "hf_other"})
     assert planned.notes == [onward]
