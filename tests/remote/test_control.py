@@ -138,10 +138,10 @@ def test_stop_without_a_supervisor(runner: Runner, session: Session, script: str
     snapshot = session.call("snapshot", run_id="a")
     assert snapshot["process"]["alive"] is True
     assert snapshot["process"]["supervisor_alive"] is False
-    answer = session.call("stop", run_id="a", grace=0.5)
+    answer = session.call("stop", run_id="a", grace=0.5, client="eve@laptop")
     assert answer["was_running"] is True
     assert answer["killed"] is (script is STUBBORN)
-    assert answer["state"]["status"] == "exited"
+    assert (answer["state"]["status"], answer["state"]["stop_client"]) == ("exited", "eve@laptop")
     assert "supervisor was gone" in answer["state"]["error"]
     assert supervisor.members(state["pgid"]) == set()
 

@@ -20,6 +20,7 @@ from trainer import memory, room, train
 from trainer.config import ConfigError, parse, resolve
 from trainer.memory import Shape, TargetSize, batch_bytes
 from trainer.pipeline.plan import Plan
+from trainer.pipeline.sums import CHUNK
 from trainer.runtime import nvml
 from trainer.workload import Workload, drafter_config, target_config
 
@@ -100,6 +101,17 @@ def test_each_device_has_what_its_workers_have(free: dict[str, float]) -> None:
     assert "embedding and head" not in one.items, "they are the target's own"
     assert one.items["batches"] == batch
     assert one.total > drafter.total
+
+
+def test_a_drafter_holds_two_chunks_of_gradients_of_each_on_another_device() -> None:
+    """Where a graph keeps the activations' memory: else that is free by then."""
+    size, chunks = TargetSize.of(target_config("8B")), 2 * 2 * CHUNK  # bfloat16
+    captured = _evaluating(_plan(1, 3), 0, cuda_graphs="explicit")
+    a, b, c = captured.drafter_devices
+    for plan, held in ((captured, [0, 2 * 2 * chunks, 3 * chunks, 3 * chunks]), (_plan(1, 3), [0, 0, 0, 0])):
+        plan = dataclasses.replace(plan, drafter_devices=(a, a, b, c))
+        predicted = room.predict(plan, size, room.shapes_of(plan), lambda device: None)
+        assert [p.items.get("gradients of others", 0) for p in predicted] == held
 
 
 def test_what_does_not_fit_is_refused_with_what_would(
