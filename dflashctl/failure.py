@@ -25,9 +25,11 @@ def report(s: Snapshot) -> Mapping[str, Any]:
 
 
 def behind_stall(s: Snapshot) -> Diagnosis | None:
-    """The error that a run stands still after, where its log shows one: a rank that died, and others that wait for it."""
+    """The error that a run stands still after, where its log shows one (a rank that died, and others that wait for it), or
+    the process that hangs in the kernel, where the host says so.
+    """
     found = examine(s, {"process_alive": True, "seconds_since_last_line": 1.0, "stall_after_s": 0.0})
-    hangs = found.class_ is None or found.class_.startswith("hang-")
+    hangs = found.class_ is None or (found.class_.startswith("hang-") and not found.rule)
     return None if hangs or found.root is None else found
 
 

@@ -54,6 +54,13 @@ def test_an_xid_names_the_index_of_the_gpu():
     assert (found.class_, found.where) == ("gpu-fell-off-bus", "GPU 3 (PCI 44:00)")
 
 
+def test_a_stalled_run_whose_process_hangs_in_the_kernel():
+    hung = "2026-11-29T16:00:00+00:00 pve1 kernel: INFO: task python3:5403 blocked for more than 120 seconds."
+    found = judge(dataclasses.replace(Snapshot.parse(snap("stalled")), kernel=(hung,))).diagnosis
+    assert found is not None
+    assert (found.class_, found.rule, found.root.file) == ("hang-no-output", "blocked-in-kernel", "kernel")
+
+
 @pytest.mark.parametrize("index", [10**18, -1, "\u00b2", "9" * 5000, None])
 def test_a_gpu_of_a_senseless_index_costs_nothing(index):
     made = snap("stalled")

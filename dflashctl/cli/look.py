@@ -37,13 +37,14 @@ def _with_kernel(place: Place, snapshot: Snapshot, verdict: Verdict) -> tuple[Sn
     try:
         with place.parent() as transport:
             lines, why = kernel.read(transport, state.started if state else None)
+            holders = kernel.holders(transport, lines)
     except DflashError as error:
-        lines, why = [], error.message
+        lines, why, holders = [], error.message, {}
     if why:
         return snapshot, replace(
             verdict, notes=(*verdict.notes, f"the host's kernel log was not read: {why}")
         )
-    mine = kernel.ours(lines, place.host.vmid, [f"dflash-{snapshot.run_id}.service"])
+    mine = kernel.ours(lines, place.host.vmid, [f"dflash-{snapshot.run_id}.service"], holders)
     if not mine:
         return snapshot, verdict
     snapshot = replace(snapshot, kernel=tuple(mine))

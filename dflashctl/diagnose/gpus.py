@@ -1,8 +1,12 @@
-"""What the utilisation and power of a run's GPUs tell about its silence. Pure."""
+"""What the utilisation and power of a run's GPUs tell about its silence, and what a kernel's driver says of GPUs. Pure."""
 
 from __future__ import annotations
 
+import re
 from typing import Any
+
+DRIVER = re.compile(r"\bNVRM: |\bS?Xid \(")
+"""What NVIDIA's driver writes to the kernel log, which is the host's: all its containers read the same."""
 
 SPINNING_W = 150.0
 """A GPU at full utilisation below this power waits in a kernel (NCCL) instead of computing."""

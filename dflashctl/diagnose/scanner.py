@@ -386,8 +386,9 @@ class Scanner:
             found = self._told(text)
         hint = self._signatures.match(text, "hint") if found is None else None
         if hint is not None:
-            s = hint[0]
-            self._add(Finding(s.name, s.tier, s.role, line.number, text, line.number, "hint", line.rank))
+            s, _, captures = hint
+            at = line.number
+            self._add(Finding(s.name, s.tier, s.role, at, text, at, "hint", line.rank, "", captures))
         if found is None or text.startswith(phrases.HINTS):
             return
         s, pattern, captures = found

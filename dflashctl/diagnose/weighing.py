@@ -8,6 +8,7 @@ from __future__ import annotations
 import re
 from collections.abc import Sequence
 
+from dflashctl.diagnose import gpus
 from dflashctl.diagnose import signatures as sig
 from dflashctl.diagnose.scanner import Scanner
 from dflashctl.diagnose.tracebacks import Finding
@@ -110,14 +111,18 @@ class Weights:
         return first
 
     def _hinted(self, root: Finding) -> Finding:
-        """A warning before an exception that speaks of the GPU, and says no more, is the better root."""
+        """A warning before an exception that speaks of the GPU, and says no more, is the better root; a word of the
+        driver in the kernel's log the better yet.
+        """
         if root.cls not in ("user-exception", "no-nvidia-driver") or not _GPU_WORDS.search(root.text):
             return root
-        hints = [f for f in self.findings if f.kind == "hint" and f.file == root.file and f.line < root.line]
-        if not hints or hints[-1].cls == root.cls:
+        hints = [f for f in self.findings if f.kind == "hint"]
+        told = [f for f in hints if f.file == root.file and f.line < root.line]
+        told += [f for f in hints if f.file != root.file and gpus.DRIVER.search(f.text)]
+        if not told or told[-1].cls == root.cls:
             return root
-        self._note(root, f"the warning in line {hints[-1].line} explains it")
-        return hints[-1]
+        self._note(root, f"the warning in line {told[-1].line} of {told[-1].file} explains it")
+        return told[-1]
 
     def _weight(self, f: Finding) -> tuple[float, int, int]:
         tier = float(f.tier)

@@ -43,6 +43,25 @@ def test_why_there_is_no_gpu(said: str, rule: str) -> None:
     assert diagnose([said.encode(), b"step 1 | loss 2.0", b"step 2 | loss 1.9"]).class_ is None
 
 
+@pytest.mark.parametrize(
+    ("said", "class_", "rule"),
+    [
+        ("NVRM: API mismatch: the client has the version 580.95.05, but", "driver-library-mismatch", ""),
+        (
+            "NVRM: GPU 0000:98:00.0: RmInitAdapter failed! (0x62:0x65:1792)",
+            "no-nvidia-driver",
+            "gpu-init-failed",
+        ),
+    ],
+)
+def test_the_kernel_tells_why_there_is_no_gpu(said: str, class_: str, rule: str) -> None:
+    log = [line.encode() for line in NO_GPU]
+    found = diagnose(log, ENDED, kernel=[b"pve1 kernel: " + said.encode()])
+    assert (found.class_, found.rule, found.root and found.root.file) == (class_, rule, "kernel")
+    other = [b"Traceback (most recent call last):", b"KeyError: 'x'"]
+    assert diagnose(other, ENDED, kernel=[said.encode()]).class_ == "user-exception"
+
+
 def test_a_reset_that_the_driver_asks_for() -> None:
     line = "NVRM: Xid (PCI:0000:0a:00): 154, pid=1, name=python3, GPU recovery action changed from 0x{} ({}) to 0x{} ({})"
     asked = diagnose([line.format(0, "None", 1, "GPU Reset Required").encode()], ENDED)
