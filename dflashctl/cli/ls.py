@@ -44,7 +44,7 @@ def ls(
 
     known = reach.read_hosts(hosts)
     chosen = [reach.trainable(known, host)] if host is not None else [h for h in known if h.trainable]
-    places = [reach.Place(h, known, accept_new, may_ask=False) for h in chosen]
+    places = [reach.Place(h, known, accept_new, may_ask=False, named=hosts) for h in chosen]
     messages = terminal.stderr()
     if known.path is None and host is None:
         messages.print("no hosts.toml: this machine alone is asked")
@@ -61,7 +61,7 @@ def ls(
         jsonout.write(jsonout.runs(answers))
     else:
         out = terminal.stdout()
-        out.print(runs.table(answers, known.default_name, out))
+        out.print(runs.table(answers, {place.host.name: place.there for place in places}, out))
     errors = [a.error for a in answers if a.error is not None]
     return int(errors[0].exit_code) if errors and len(errors) == len(answers) else ExitCode.OK
 

@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Sequence
+from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
 
 from dflashctl.errors import DflashError
@@ -29,10 +29,10 @@ class HostRuns:
     error: DflashError | None
 
 
-def table(answers: Sequence[HostRuns], default_host: str, terminal: Terminal) -> list[str]:
+def table(answers: Sequence[HostRuns], there: Mapping[str, str], terminal: Terminal) -> list[str]:
     """One line a run; hosts without runs and unreachable ones have a line too.
 
-    default_host: the one that needs no --host.
+    there: of each host, the options by which a command is about it.
     """
     rows: list[tuple[str, ...]] = []
     for answer in answers:
@@ -41,8 +41,8 @@ def table(answers: Sequence[HostRuns], default_host: str, terminal: Terminal) ->
             where = f" ({answer.error.where})" if answer.error.where else ""
             rows.append(("-", answer.host, f"{_kind(answer.error)}: {answer.error.message}{where}"))
         elif not answer.rows:
-            there = f" -H {answer.host}" if answer.host != default_host else ""
-            rows.append(("-", answer.host, f"no runs yet; start one with  dflashctl launch{there}"))
+            start = f"dflashctl launch{there[answer.host]}"
+            rows.append(("-", answer.host, f"no runs yet; start one with  {start}"))
     full = [row for row in rows if len(row) == len(TITLES)]
     titled = [TITLES, *full] if full else []
     widths = [max([width(row[i]) for row in titled], default=0) for i in range(len(TITLES))]

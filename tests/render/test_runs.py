@@ -19,7 +19,7 @@ ANSWERS = [HostRuns("ct200", RUNS, None), HostRuns("spare", [], None), HostRuns(
 
 
 def shown(columns, colour=False):
-    return table(ANSWERS, "ct200", Terminal(io.StringIO(), colour, columns))
+    return table(ANSWERS, {"spare": " -H spare"}, Terminal(io.StringIO(), colour, columns))
 
 
 def cells(line):
