@@ -7,7 +7,7 @@ import os
 import secrets
 import shlex
 import time
-from collections.abc import Callable, Mapping
+from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass, field
 from typing import TYPE_CHECKING, Any
 
@@ -16,7 +16,7 @@ from dflashctl.config import Host, PctHost
 from dflashctl.errors import ConfigError, ConnectionLostError, DflashError, ExitCode, PreflightError
 from dflashctl.preflight import judge, preflight
 from dflashctl.profile import Profile
-from dflashctl.snapshot import Snapshot, whole
+from dflashctl.snapshot import Gpu, Snapshot, addresses, mapping, whole
 from dflashctl.stop import GRACE
 
 if TYPE_CHECKING:
@@ -112,7 +112,7 @@ def launch(
             hint="choose another --name, or leave it out",
         )
     notes = [*onward, *profile.notes, *judge(facts, profile, host, session.transport.label, force=force)]
-    starter = Starter(session, host, profile, release, variables, resume_dir, grace, force)
+    starter = Starter(session, host, profile, release, variables, resume_dir, grace, force, _addresses(facts))
     run_id, state, deployed = None, {}, False
     first = name or next(runs.candidates(profile.stem, time.time()))
     path = runs.run_dir(host.workspace, first)
@@ -164,6 +164,11 @@ def _resumed(session: Session, run_id: str, variables: Mapping[str, str]) -> tup
     return str(session.call("config", run_id=run_id)["path"]), notes
 
 
+def _addresses(facts: Mapping[str, Any]) -> list[str]:
+    rows = facts["gpus"].get("rows") or []
+    return addresses(Gpu.parse(mapping(row)) for row in rows)
+
+
 def _whole(origin: str) -> str:
     """A config's path as it holds in any folder: it is shown again where a run is to be launched once more."""
     return origin if origin.startswith("bundled:") else os.path.abspath(origin)
@@ -181,6 +186,7 @@ class Starter:
     resume_dir: str | None
     grace: float
     force: bool
+    gpu_pci: Sequence[str]
 
     def argv(self, run_id: str) -> list[str]:
         """The trainer's command."""
@@ -231,6 +237,7 @@ class Starter:
             environment=self.variables,
             resume=self.resume_dir,
             launch_id=secrets.token_hex(8),
+            gpu_pci=self.gpu_pci,
         )
         start = functools.partial(
             self.session.call,

@@ -77,10 +77,13 @@ def manifest(
     environment: Mapping[str, str],
     resume: str | None,
     launch_id: str,
+    gpu_pci: Sequence[str] = (),
 ) -> dict[str, Any]:
     """What the run's manifest.json says. The agent adds run_id, created, user and argv.
 
     `launch_id` tells this launch from every other, so that a start whose answer was lost can be asked for again.
+    gpu_pci: PCI address of each GPU by its index, as nvidia-smi over there lists them before the run: one that falls off
+    the bus is listed no more.
     Of the environment only the names are kept: any value may be a secret.
     """
     return {
@@ -98,6 +101,7 @@ def manifest(
         "client": client(),
         "resume": resume,
         "launch_id": launch_id,
+        "gpu_pci": list(gpu_pci),
     }
 
 

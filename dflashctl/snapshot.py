@@ -8,11 +8,12 @@ from __future__ import annotations
 
 import math
 import shlex
-from collections.abc import Mapping
+from collections.abc import Iterable, Mapping
 from dataclasses import dataclass, field
 from typing import TYPE_CHECKING, Any
 
 from dflashctl.config import WARMUP
+from dflashctl.diagnose import gpus
 
 if TYPE_CHECKING:
     from dflashctl.diagnose.reader import Reader
@@ -181,6 +182,12 @@ class Gpu:
         )
 
 
+def addresses(gpus: Iterable[Gpu]) -> list[str]:
+    """PCI address of each GPU by its index; empty where one is not listed."""
+    places = {int(g.index): g.pci for g in gpus if g.index.isdecimal() and len(g.index) <= 3}
+    return [places.get(i, "") for i in range(max(places, default=-1) + 1)]
+
+
 @dataclass(frozen=True)
 class Log:
     path: str = ""
@@ -286,14 +293,14 @@ class Snapshot:
         return {name: value for name, value in known.items() if value is not None}
 
     def gpu_facts(self) -> dict[str, Any]:
-        """Facts for a diagnosis: load of the run's own GPUs, and the PCI address of every GPU by its index."""
+        """Facts for a diagnosis: load of the run's own GPUs, and which they are; the PCI address of every GPU by its index."""
         names = {"cuda:0" if d == "cuda" else d for d in self.devices()}
         own = [g for g in self.gpus if f"cuda:{g.index}" in names]
-        places = {int(g.index): g.pci for g in self.gpus if g.index.isdecimal() and len(g.index) <= 3}
         facts = {
             "gpu_util_pct": [g.utilization_pct for g in own],
             "gpu_power_w": [g.power_w for g in own],
-            "gpu_pci": [places.get(i, "") for i in range(max(places, default=-1) + 1)],
+            "gpu_pci": addresses(self.gpus),
+            **gpus.at_launch(self.manifest),
         }
         return {name: values for name, values in facts.items() if values}
 

@@ -224,6 +224,8 @@ def test_a_busy_gpu(tmp_path: Path, runner: Runner, host: Host) -> None:
             go(session, host, name="a")
         launched = go(session, host, name="a", force=True)
         assert launched.notes == ["cuda:0 on local is busy: 9,000 MiB in use (--force)"]
+    manifest = json.loads(Path(launched.path, "manifest.json").read_text("utf-8"))
+    assert manifest["gpu_pci"] == ["00000000:41:00.0"]  # what an Xid of a GPU that is gone is told by
 
 
 def test_of_two_launches_on_one_gpu_at_once_one_is_refused(runner: Runner, host: Host, trainer: Path) -> None:

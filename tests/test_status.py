@@ -54,6 +54,15 @@ def test_an_xid_names_the_index_of_the_gpu():
     assert (found.class_, found.where) == ("gpu-fell-off-bus", "GPU 3 (PCI 44:00)")
 
 
+def test_an_xid_of_a_gpu_that_the_container_never_had():
+    made = snap("stalled")
+    made["manifest"]["gpu_pci"] = [f"00000000:{0x41 + i:02X}:00.0" for i in range(8)]
+    for bus, class_ in (("44", "gpu-fell-off-bus"), ("51", None)):
+        xid = f"2026-11-29T16:00:00+00:00 pve1 kernel: NVRM: Xid (PCI:0000:{bus}:00): 79, GPU has fallen off."
+        found = judge(dataclasses.replace(Snapshot.parse(made), kernel=(xid,))).diagnosis
+        assert (found.class_ if found else None) == class_
+
+
 def test_a_stalled_run_whose_process_hangs_in_the_kernel():
     hung = "2026-11-29T16:00:00+00:00 pve1 kernel: INFO: task python3:5403 blocked for more than 120 seconds."
     found = judge(dataclasses.replace(Snapshot.parse(snap("stalled")), kernel=(hung,))).diagnosis

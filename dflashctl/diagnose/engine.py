@@ -67,14 +67,15 @@ def conclude(
 
     facts: what was measured beside the logs (`process_alive`, `exit_code`, `signal`, `oom_kills`, `gpu_util_pct`,
     `gpu_power_w`, `cpu_util_pct`, `child_processes`, `seconds_since_last_line`, `stop_requested`, `stopped_by`,
-    `stall_after_s`, `disk_free_bytes`),
+    `stall_after_s`, `disk_free_bytes`, `gpu_pci`, `gpu_pci_at_launch`, `gpu_indices`),
     any of them absent. notes: what could not be read. reported: our trainer's `failed` event.
     """
-    found = _Case(scanners, dict(facts or {}), signatures or sig.load()).decide()
+    case = _Case(scanners, dict(facts or {}), signatures or sig.load())
+    found = case.decide()
     if reported and found.verdict not in ("finished", "stopped"):
         lines = (Place(s.file, *s.report) for s in scanners if s.report)
-        found = reports.retold(found, reported, next(lines, None))
-    return replace(found, notes=tuple(notes)) if notes else found
+        found = reports.retold(found, reported, next(lines, None), doubted=case.doubted)
+    return replace(found, notes=(*notes, *case.weights.notes))
 
 
 class _Case:
@@ -91,7 +92,8 @@ class _Case:
         self.signatures = signatures
         self.code = self._code()
         self.alive = facts.get("process_alive")
-        self.weights = Weights(scanners, self.code, self.signatures)
+        self.weights = Weights(scanners, self.code, self.signatures, facts)
+        self.doubted = False  # what is said in the end may be another run's
         self.torch = next((s.torch for s in scanners if s.torch), "")
 
     def _code(self) -> int | None:
@@ -137,7 +139,7 @@ class _Case:
             return self._stalled(kept)
         if self.nonfinite is not None:
             return self._say("degraded", self.nonfinite)
-        hardware = [f for f in kept if f.tier == 1]
+        hardware = [f for f in kept if f.tier == 1 and not f.doubted]
         if hardware:
             return self._say("degraded", hardware[0], others=kept)
         idle = self._idle_gpu()
@@ -209,7 +211,7 @@ class _Case:
         root = self.weights.root(kept)
         if oom == 0 and self.code == 137 and (root is None or _unsure(root)):
             return self._say("failed", self._by_code("killed"), others=kept)
-        if root is None or (root.weak and root.role == "cascade"):
+        if root is None or root.doubted or (root.weak and root.role == "cascade"):
             root = self._from_code() or root
         if root is None and self._disk_full():
             return self._say("failed", self._by_code("disk-full"), others=kept)
@@ -281,6 +283,7 @@ class _Case:
         if f is None:
             return Diagnosis(verdict, confidence=confidence or "certain", fired=tuple(self.weights.fired))
         s = self.signatures.by_name.get(f.cls)
+        self.doubted = f.doubted
         values = wording.Values(f, self.torch)
         title = s.title if s else "the cause is not known; the first anomaly is shown"
         later = [o for o in others if o is not f and (o.file != f.file or o.line > f.line)]
@@ -294,7 +297,7 @@ class _Case:
             s.class_ if s else f.cls,
             confidence,
             title.format_map(values),
-            wording.where(f, self.facts.get("gpu_pci")),
+            wording.where(f, self.facts.get("gpu_pci_at_launch") or self.facts.get("gpu_pci")),
             Place(f.file, f.line, f.text) if f.line else None,  # an empty log has no line to show
             tuple(
                 Place(f.file, line, text)
@@ -321,4 +324,4 @@ def _is_told(f: Finding) -> bool:
 
 
 def _unsure(f: Finding) -> bool:
-    return f.weak or f.kind in ("exit", "epilogue") or f.role == "cascade"
+    return f.weak or f.doubted or f.kind in ("exit", "epilogue") or f.role == "cascade"

@@ -15,7 +15,7 @@ from dataclasses import replace
 from pathlib import Path, PurePath
 from typing import Any, BinaryIO
 
-from dflashctl.diagnose import engine
+from dflashctl.diagnose import engine, gpus
 from dflashctl.diagnose import signatures as sig
 from dflashctl.diagnose.model import Diagnosis
 from dflashctl.diagnose.reader import CHUNK, Reader
@@ -146,16 +146,19 @@ def _attempt(path: Path) -> int:
 
 
 def record(folder: Path) -> dict[str, Any]:
-    """Facts from a run folder's state.json: how it ended, as its supervisor wrote it. Empty where there is none."""
-    raw = _json(folder / "state.json")
+    """Facts from a run's folder: its GPUs at launch (manifest.json), and how it ended, as its supervisor wrote it
+    (state.json). Empty where there is neither.
+    """
+    raw, manifest = _json(folder / "state.json"), _json(folder / "manifest.json")
+    at_launch = gpus.at_launch(manifest) if isinstance(manifest, Mapping) else {}
     if not isinstance(raw, Mapping) or raw.get("status") != "exited":
-        return {}
+        return at_launch
     kept = {
         k: raw[k]
         for k in ("exit_code", "signal", "oom_kills", "stop_requested", "stopped_by")
         if raw.get(k) is not None
     }
-    return {"process_alive": False, **kept}
+    return {"process_alive": False, **kept, **at_launch}
 
 
 def _json(path: Path) -> Any:

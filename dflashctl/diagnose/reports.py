@@ -12,14 +12,15 @@ from dflashctl.diagnose.model import Diagnosis, Place
 _TYPE = re.compile(r"^\w+(?:Error|Exception): ")
 
 
-def retold(found: Diagnosis, failed: Mapping[str, Any], line: Place | None) -> Diagnosis:
+def retold(found: Diagnosis, failed: Mapping[str, Any], line: Place | None, *, doubted: bool) -> Diagnosis:
     """In the trainer's own words, where its `failed` event tells more than the log: a message, a place, a `fix:` line.
 
     Args:
         line: where the log holds the report; what it shows beside that is the better root, and `found` stands.
+        doubted: that `found` is of another run.
     """
     said = [part.strip() for part in _text(failed.get("error")).splitlines() if part.strip()]
-    known = found.class_ not in (None, "unknown")
+    known = found.class_ not in (None, "unknown") and not doubted
     if not said or (known and (found.root is None or found.root != line)):
         return found
     fixes = tuple(part.removeprefix("fix:").strip() for part in said if part.startswith("fix:"))

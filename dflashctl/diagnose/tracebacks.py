@@ -46,6 +46,7 @@ class Finding:
         progress_at: progress lines seen before it ended; steps: after it (set when the log has been read).
         frame: line and text of the innermost frame of the program itself, not of a library.
         time: seconds since the epoch, or of the day, by the last stamp before it.
+        doubted: the kernel said it of a GPU that may be another run's.
     """
 
     cls: str
@@ -68,6 +69,7 @@ class Finding:
     time: float | None = None
     file: str = ""
     order: int = 0
+    doubted: bool = False
 
 
 _LIBRARY = re.compile(

@@ -6,7 +6,8 @@ A finding's weight is its tier, changed by what the log says around it; the lowe
 from __future__ import annotations
 
 import re
-from collections.abc import Sequence
+from collections.abc import Mapping, Sequence
+from typing import Any
 
 from dflashctl.diagnose import gpus
 from dflashctl.diagnose import signatures as sig
@@ -19,19 +20,35 @@ RESTARTED_STEPS = 30
 """The same where a rank's own process had ended: other ranks do not get that far without it."""
 CLOCK_SKEW_S = 2.0
 """Hosts' clocks may differ by this much: a smaller difference between two files decides nothing."""
+DOUBTED_TIER = 5.0
+"""Of what may be another run's: behind every error of our own, before those that follow from a failed GPU (NCCL)."""
 _GPU_WORDS = re.compile(r"(?i)\bcuda\b|\bgpus?\b|nvidia")
 
 
 class Weights:
     """Weighs the findings of one run's logs against each other. `fired` and `why` tell how it came to its choice."""
 
-    def __init__(self, scanners: Sequence[Scanner], code: int | None, signatures: sig.Signatures) -> None:
+    def __init__(
+        self,
+        scanners: Sequence[Scanner],
+        code: int | None,
+        signatures: sig.Signatures,
+        facts: Mapping[str, Any],
+    ) -> None:
         self.scanners = scanners
-        self.findings = [f for s in scanners for f in s.findings]
         self.code = code
         self.signatures = signatures
         self.fired: list[str] = []
+        self.notes: list[str] = []
+        self.findings = [f for s in scanners for f in s.findings if self._may_be_ours(f, facts)]
         self.why = ""  # the root won
+
+    def _may_be_ours(self, f: Finding, facts: Mapping[str, Any]) -> bool:
+        owner = gpus.owner(f.text, facts)
+        f.doubted = owner == "doubt"
+        if owner == "others":
+            self._note(f, "of a GPU that the run's machine or container had not when it was launched")
+        return owner != "others"
 
     def finished(self) -> bool:
         return any(s.finish_line and s.progress == s.finish_at for s in self.scanners)
@@ -118,7 +135,10 @@ class Weights:
             return root
         hints = [f for f in self.findings if f.kind == "hint"]
         told = [f for f in hints if f.file == root.file and f.line < root.line]
-        told += [f for f in hints if f.file != root.file and gpus.DRIVER.search(f.text)]
+        kernel = [f for f in hints if f.file != root.file and gpus.DRIVER.search(f.text)]
+        told += [f for f in kernel if not f.doubted]
+        for f in [f for f in kernel if f.doubted][-1:]:
+            self.notes.append(f"the host's kernel says, perhaps of another run: {f.text.strip()[:160]}")
         if not told or told[-1].cls == root.cls:
             return root
         self._note(root, f"the warning in line {told[-1].line} of {told[-1].file} explains it")
@@ -132,6 +152,8 @@ class Weights:
             tier = 5  # a launcher's -9 after a Python error is its own kill
         if f.cls == "preempted-sigterm" and not f.weak and self._follows_error(f):
             tier = 5  # it was ended because of that error
+        if f.doubted:
+            tier = max(tier, DOUBTED_TIER)
         if f.weak:
             tier += 3.5
         if f.survived:

@@ -37,6 +37,8 @@ def where(f: Finding, buses: Any) -> str:
         at = _slot(f.captures["pci"])
         known = [_slot(str(bus)) for bus in buses] if isinstance(buses, (list, tuple)) else []
         parts.append(f"GPU {known.index(at)} (PCI {at})" if at in known else f"the GPU at PCI {at}")
+    if f.doubted:
+        parts.append("perhaps not this run's")
     return ", ".join(parts)
 
 
