@@ -19,7 +19,7 @@ if TYPE_CHECKING:
     from dflashctl.transport import Transport
     from dflashctl.verdict import Verdict
 
-_COMMAND = re.compile(r"\bdflashctl (launch|status|logs|stop|ls)\b(?! --hosts)")
+_COMMAND = re.compile(r"\b(dflashctl (?:launch|status|logs|stop|ls))\b(?! --hosts| -H )([^&;]*)")
 
 
 class UnclearError(DflashError):
@@ -41,17 +41,29 @@ class Place:
     @property
     def there(self) -> str:
         """The options by which a command is about this host again."""
-        return self._file + ("" if self.host.name == self.hosts.default_name else f" -H {self.host.name}")
+        return self._file + self._name
 
     @property
     def _file(self) -> str:
         return f" --hosts {shlex.quote(str(self.named))}" if self.named else ""
 
+    @property
+    def _name(self) -> str:
+        return "" if self.host.name == self.hosts.default_name else f" -H {self.host.name}"
+
     def typed(self, words: str) -> str:
-        """The words with commands as they must be typed: ours with the hosts file that was named, pct's with the container."""
+        """The words with commands as they must be typed: ours with the hosts file that was named and with the host, pct's
+        with the container.
+        """
         if isinstance(self.host, PctHost):
             words = words.replace("pct set VMID", f"on {self.host.via}: pct set {self.host.vmid}")
-        return _COMMAND.sub(lambda found: found[0] + self._file, words)
+        return _COMMAND.sub(self._typed, words)
+
+    def _typed(self, found: re.Match[str]) -> str:
+        command, rest = found.groups()
+        # a run's id alone would do, unless another host has one of that id, or runs.json could not be written
+        says_where = " -H " in rest or command == "dflashctl ls"
+        return command + self._file + ("" if says_where else self._name) + rest
 
     def advised(self, verdict: Verdict) -> Verdict:
         """The verdict with its commands as they must be typed here."""

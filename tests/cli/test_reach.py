@@ -27,17 +27,20 @@ def test_a_run_is_found_by_its_id_and_asked_about_where_several_hosts_have_one(t
     assert reach.place("a", file, False, "big").host.name == "a"
 
 
-def test_commands_to_type_name_the_hosts_file_that_was_named(tmp_path, monkeypatch):
+def test_commands_to_type_name_the_host_and_the_hosts_file_that_was_named(tmp_path, monkeypatch):
     file = tmp_path / "my hosts.toml"
     file.write_text('[hosts.a]\nkind = "local"\n[hosts.b]\nkind = "local"\n')
     place = reach.place("b", file, False)
     assert place.there == f" --hosts '{file}' -H b"
-    typed = f"dflashctl stop --hosts '{file}' x && dflashctl launch --hosts '{file}' --resume x"
+    typed = f"dflashctl stop{place.there} x && dflashctl launch{place.there} --resume x"
     assert place.typed("dflashctl stop x && dflashctl launch --resume x") == typed
     assert place.typed(typed) == typed
+    said = f"dflashctl launch --hosts '{file}' -c a.toml -H b; dflashctl ls --hosts '{file}' has all"
+    assert place.typed("dflashctl launch -c a.toml -H b; dflashctl ls has all") == said
     monkeypatch.setenv("DFLASH_HOSTS", str(file))
     found = reach.place("b", None, False)
-    assert (found.there, found.typed("dflashctl stop x")) == (" -H b", "dflashctl stop x")
+    assert (found.there, found.typed("dflashctl stop x")) == (" -H b", "dflashctl stop -H b x")
+    assert reach.place("local", None, False).typed("dflashctl stop x") == "dflashctl stop x"
 
 
 def test_what_to_do_about_a_containers_memory_names_the_container(tmp_path):
