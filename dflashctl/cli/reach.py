@@ -19,7 +19,7 @@ if TYPE_CHECKING:
     from dflashctl.transport import Transport
     from dflashctl.verdict import Verdict
 
-_COMMAND = re.compile(r"\b(dflashctl (?:launch|status|logs|stop|ls))\b(?! --hosts| -H )([^&;]*)")
+_COMMAND = re.compile(r"\b(dflashctl (?:launch|status|logs|stop|ls))\b(?! --hosts)([^&;]*)")
 
 
 class UnclearError(DflashError):

@@ -180,16 +180,18 @@ def test_json_says_where_the_run_is_and_nothing_of_what_was_refused(launch, runn
     assert "error: a run named a exists already" in said
 
 
-def test_json_has_the_verdict_of_a_wait(launch, trainer, capfd):
+def test_json_has_the_verdict_of_a_wait(launch, trainer, tmp_path, capfd):
     (trainer / "__main__.py").write_text("raise SystemExit('no luck')")
-    code, failed, said = launch("--name", "bad", "--wait", "60")
+    named = ["--hosts", str(tmp_path / "hosts.toml")]
+    code, failed, said = launch("--name", "bad", "--wait", "60", *named)
     assert (code, failed["run_id"], failed["state"]["run_id"]) == (3, "bad", "bad")
-    assert app.run(["status", "bad", "--json"]) == 3
+    assert app.run(["status", "bad", "--json", *named]) == 3
     status = json.loads(capfd.readouterr().out)
     assert set(failed["status"]) == set(status) - {"schema"}
-    same = ("run_id", "host", "state", "phase", "exit_code", "diagnosis")
+    same = ("run_id", "host", "state", "phase", "exit_code", "diagnosis", "advice", "work")
     assert [failed["status"][key] for key in same] == [status[key] for key in same]
     assert (status["state"], status["exit_code"]) == ("failed", 3)
+    assert f"dflashctl launch {' '.join(named)}" in failed["status"]["advice"] + failed["status"]["work"]
     assert "\n\n" not in said  # no screen
 
 

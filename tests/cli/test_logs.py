@@ -39,12 +39,14 @@ def test_the_last_lines(cli, started, runner):
 )
 def test_following_ends_with_the_final_state_and_its_code(cli, started, runner, script, code, word):
     started("run", script)
-    process = cli.popen("logs", "-f")
+    process = cli.popen("logs", "-f", "--hosts", str(cli.home / "hosts.toml"))
     first = process.stdout.readline()
     runner.go("run")
     rest, errors = process.stdout.read(), process.stderr.read()
     assert process.wait(60) == code
     assert word in errors
+    if code:
+        assert f"dflashctl launch --hosts {cli.home}" in errors
     # stdout is the log and nothing else
     assert first + rest == (runner.run_dir("run") / "run.log").read_text()
 

@@ -35,8 +35,8 @@ def test_commands_to_type_name_the_host_and_the_hosts_file_that_was_named(tmp_pa
     typed = f"dflashctl stop{place.there} x && dflashctl launch{place.there} --resume x"
     assert place.typed("dflashctl stop x && dflashctl launch --resume x") == typed
     assert place.typed(typed) == typed
-    said = f"dflashctl launch --hosts '{file}' -c a.toml -H b; dflashctl ls --hosts '{file}' has all"
-    assert place.typed("dflashctl launch -c a.toml -H b; dflashctl ls has all") == said
+    said = f"dflashctl launch --hosts '{file}' -H a; dflashctl ls --hosts '{file}' has all"
+    assert place.typed("dflashctl launch -H a; dflashctl ls has all") == said
     monkeypatch.setenv("DFLASH_HOSTS", str(file))
     found = reach.place("b", None, False)
     assert (found.there, found.typed("dflashctl stop x")) == (" -H b", "dflashctl stop -H b x")
