@@ -4,7 +4,6 @@ from __future__ import annotations
 
 import math
 import re
-import sys
 from collections.abc import Sequence
 
 from dflashctl.diagnose import Diagnosis
@@ -32,6 +31,9 @@ COLOURS = {
 }
 INDENT = " " * 10
 DEFAULT_LINES = 8
+COMMANDS = re.compile("dflashctl (launch|stop|logs) ")
+BETWEEN = re.compile("(?<=&&) |(?<=; then) +")
+"""Where commands to copy may be parted: a shell reads on behind `&&`."""
 FILE_PATH = re.compile(r'File "(/[^"]+)"')
 QUOTED = 5
 """Log lines that a diagnosis quotes at most."""
@@ -110,10 +112,13 @@ def step_line(step: Step) -> str:
 
 
 def field(name: str, value: str, terminal: Terminal, *style: str) -> list[str]:
-    """A named line, its continuation lines below the value; a command to copy is never broken."""
-    lead = f"{name:<8}  "
-    whole = name == "then" or value.startswith("dflashctl launch ")
-    lines = wrap(harmless(value), sys.maxsize if whole else terminal.columns, INDENT, lead)
+    """A named line, its continuation lines below the value; a command to copy is never broken, of two each has a line."""
+    lead, value = f"{name:<8}  ", harmless(value)
+    if name == "then" or COMMANDS.match(value):
+        first, *further = [value] if width(lead + value) <= terminal.columns else BETWEEN.split(value)
+        lines = [lead + first, *(INDENT + command for command in further)]
+    else:
+        lines = wrap(value, terminal.columns, INDENT, lead)
     lines[0] = terminal.style(name, *(style or ("bold",))) + lines[0][len(name) :]
     return lines
 

@@ -42,6 +42,22 @@ def test_screen_fits(name, columns):
         assert width(line) <= columns or line.strip().startswith(commands)
 
 
+def test_a_command_to_copy_is_never_broken():
+    """Pasted, the first half of `dflashctl launch --resume RUN` would start the demo."""
+    narrow, wide = (Terminal(io.StringIO(), columns=columns) for columns in (60, 200))
+    end, again = (
+        "dflashctl stop -H ct200 qwen3-8b-1129",
+        "dflashctl launch -H ct200 --resume qwen3-8b-1129-1554",
+    )
+    for value, shown in (
+        (again, [again]),
+        (f"{end} && {again}", [f"{end} &&", again]),
+        (f"dflashctl logs x; then  {end} && {again}", ["dflashctl logs x; then", f"{end} &&", again]),
+    ):
+        assert status.field("do", value, wide) == [f"do        {value}"]
+        assert [line[10:] for line in status.field("do", value, narrow)] == shown
+
+
 @pytest.mark.parametrize("name", sorted(FIXTURES))
 def test_colour_only_supports_the_words(name):
     import re
