@@ -57,6 +57,8 @@ def diagnosis(
         found = replace(found, verdict=called)
         if called == "failed" and verdict.diagnosis is None:
             found = _told(found, verdict)
+        if called == "stopped" and verdict.advice:
+            found = replace(found, advice=(verdict.advice,), notes=(*found.notes, verdict.work))
     return replace(found, notes=(*found.notes, *verdict.notes))
 
 

@@ -122,3 +122,10 @@ def test_a_folder_whose_run_was_to_stop_is_no_failure(tmp_path: Path) -> None:
     (tmp_path / "events.jsonl").write_text(json.dumps(failed) + "\n")
     (tmp_path / "state.json").write_text('{"status": "exited", "exit_code": 143, "stop_requested": 5.0}')
     assert diagnose_paths([tmp_path]).verdict == "stopped"
+
+
+def test_how_to_go_on_with_a_stopped_run_is_what_status_says() -> None:
+    s = Snapshot.parse(FIXTURES["stopped"])
+    found = casefile.diagnosis(s, judge(s))
+    assert found.advice == ("dflashctl launch --resume qwen3-8b-1129-1554",)
+    assert found.notes[0] == "Last checkpoint: step 4,216."

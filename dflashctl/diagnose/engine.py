@@ -22,7 +22,7 @@ from dflashctl.diagnose import signatures as sig
 from dflashctl.diagnose.model import STOPPED_BY_US, Confidence, Diagnosis, Place, VerdictName
 from dflashctl.diagnose.scanner import Scanner
 from dflashctl.diagnose.tracebacks import Finding
-from dflashctl.diagnose.weighing import Weights
+from dflashctl.diagnose.weighing import Weights, says_stopped
 
 STALL_FLOOR_S = 300.0
 """Silence shorter than this is never called a stall, unless the facts bring the run's own window (`stall_after_s`)."""
@@ -75,7 +75,17 @@ def conclude(
     if reported and found.verdict not in ("finished", "stopped"):
         lines = (Place(s.file, *s.report) for s in scanners if s.report)
         found = reports.retold(found, reported, next(lines, None), doubted=case.doubted)
+    if found.verdict == "stopped":
+        found = replace(found, advice=_onward(scanners) or found.advice)
     return replace(found, notes=(*notes, *case.weights.notes))
+
+
+def _onward(scanners: Sequence[Scanner]) -> tuple[str, ...]:
+    """How to go on with a run that was stopped, by what our trainer says that it has saved; empty where it says nothing."""
+    saved = [s.saved for s in scanners if s.saved is not None]
+    if saved:
+        return (f"resume from its last checkpoint, of step {max(saved):,}: dflashctl launch --resume RUN",)
+    return ("launch it anew: it saved no checkpoint",) if any(s.ours for s in scanners) else ()
 
 
 class _Case:
@@ -113,7 +123,7 @@ class _Case:
         asked = bool(self.facts.get("stop_requested")) and self.code in (143, 137, 130, 0, 128, None)
         if asked and not (self.code == 0 and self.weights.finished()):
             return self._stopped()
-        if self.code == 0:
+        if self.code == 0 and not any(map(says_stopped, self.weights.findings)):
             return self._say("finished", None)
         if self.code is None and (self.alive is None or self.weights.finished()):
             return self._unmeasured()
@@ -286,7 +296,9 @@ class _Case:
         self.doubted = f.doubted
         values = wording.Values(f, self.torch)
         title = s.title if s else "the cause is not known; the first anomaly is shown"
-        later = [o for o in others if o is not f and (o.file != f.file or o.line > f.line)]
+        later = [
+            o for o in others if o is not f and (o.file != f.file or o.line > f.line) and not says_stopped(o)
+        ]
         if confidence is None:
             confidence = "likely" if _unsure(f) else "certain"
         self.weights.fired.append(

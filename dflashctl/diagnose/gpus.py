@@ -61,9 +61,11 @@ def owner(text: str, facts: Mapping[str, Any]) -> Owner:
     not of our run, one that is listed nowhere while it isn't known what was there at launch (it may have fallen off the
     bus), a switch, and what names no address. Others': what was not there at launch.
     """
+    if not DRIVER.search(text):
+        return "ours"
     launched, present = _places(facts.get("gpu_pci_at_launch")), _places(facts.get("gpu_pci"))
     known = launched or present
-    if not DRIVER.search(text) or not known:
+    if not known:
         return "ours"
     found = _ADDRESS.search(text)
     if found is None or _SWITCH.search(text):

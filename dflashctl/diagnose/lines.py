@@ -58,6 +58,7 @@ _PROGRESS = Gated(
 )
 _FAILURE = Gated(r"^[\w.]{1,200}(?:Error|Exception): |\bfailed at (?:global[_ ]?)?step\b")
 _REPORT = re.compile(r"^(?:The run|[\w-]{1,40} on [\w:]{1,20}) failed at step \d{1,12}: ")
+_SAVED = re.compile(r"^Saved checkpoint at step (\d{1,12}) \(")
 _RATE = re.compile(r"\d ?(?:[kMG]?i?B|it|\w{2,12})/s\b|\ds/\w{2,12}\b")
 _AT_ZERO = re.compile(r"\b0/\d+ \[[\d:]{1,12}<\?")
 _YOUNG = re.compile(r"/\d+ \[[\d:]{1,12}<\?")
@@ -198,6 +199,12 @@ def is_young_bar(text: str) -> bool:
 def is_report(text: str) -> bool:
     """Whether our trainer says here what ended it; whatever words of going on follow are advice."""
     return bool(_REPORT.match(text[:100]))
+
+
+def saved_step(text: str) -> int | None:
+    """The step whose checkpoint our trainer says here that it has saved."""
+    found = _SAVED.match(text[:60])
+    return int(found[1]) if found else None
 
 
 def is_finish(text: str) -> bool:

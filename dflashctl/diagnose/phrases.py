@@ -65,6 +65,7 @@ def opens_something(line: Line) -> bool:
         is_header(text)
         or ln.is_banner(text)
         or ln.is_finish(text)
+        or ln.saved_step(text) is not None
         or ln.is_compile(text)
         or THREAD.match(text)
         or IGNORED.match(text)

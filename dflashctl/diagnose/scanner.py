@@ -66,6 +66,8 @@ class Scanner:
         self.banner = 0
         self.anomaly: tuple[int, str] | None = None
         self.report: tuple[int, str] | None = None
+        self.ours = False  # our trainer's, from its beginning on
+        self.saved: int | None = None
         self.torch = ""
         self.first_time: float | None = None
 
@@ -91,11 +93,13 @@ class Scanner:
         line = self._unled(line)
         if self.report is None and ln.is_report(line.text):
             self.report = (number, line.text)
+        if (saved := ln.saved_step(line.text)) is not None:
+            self.saved = saved
         if line.bar and ln.is_progress(line.bar) and not ln.is_progress(line.text):
             self._progress(line, line.bar)
         if ln.is_banner(line.text):
             self.reset()
-            self.banner = line.number
+            self.banner, self.ours = line.number, line.text.startswith("dflash trainer: ")
         elif HEADER in line.text and (listed := records.listed(line.text)):
             self._read_whole(line, listed)
         elif not self._in_block(line):

@@ -129,8 +129,13 @@ class Weights:
 
     def _hinted(self, root: Finding) -> Finding:
         """A warning before an exception that speaks of the GPU, and says no more, is the better root; a word of the
-        driver in the kernel's log the better yet.
+        driver in the kernel's log the better yet. Of a stop the signal is the root.
         """
+        if self._interrupts(root):
+            told = [
+                f for f in self.findings if f.kind == "hint" and self._interrupts(f) and f.file == root.file
+            ]
+            return told[0] if told and told[0].line < root.line else root
         if root.cls not in ("user-exception", "no-nvidia-driver") or not _GPU_WORDS.search(root.text):
             return root
         hints = [f for f in self.findings if f.kind == "hint"]
@@ -143,6 +148,9 @@ class Weights:
             return root
         self._note(root, f"the warning in line {told[-1].line} of {told[-1].file} explains it")
         return told[-1]
+
+    def _interrupts(self, f: Finding) -> bool:
+        return f.cls in self.signatures.by_name and self.signatures.by_name[f.cls].group == "interruption"
 
     def _weight(self, f: Finding) -> tuple[float, int, int]:
         tier = float(f.tier)
@@ -185,6 +193,11 @@ class Weights:
 
     def _note(self, f: Finding, why: str) -> None:
         self.fired.append(f"line {f.line}: {f.cls} (tier {f.tier}, {f.kind}): {why}")
+
+
+def says_stopped(f: Finding) -> bool:
+    """Whether it is our trainer's last word, that it was stopped; under torchrun its exit code is 0 all the same."""
+    return f.cls == "preempted-sigterm" and f.text.startswith("Run stopped ")
 
 
 def _is_cause(f: Finding) -> bool:

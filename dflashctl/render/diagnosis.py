@@ -45,6 +45,8 @@ def screen(found: Diagnosis, terminal: Terminal, *, full: bool = False, explain:
             out += field("fix" if n == 0 else "", advice, terminal)
     elif found.title:
         out += [*wrap(harmless(found.title), terminal.columns), ""]
+    elif found.verdict == "stopped" and found.advice:  # as asked: nothing is to be mended
+        out += field("do", found.advice[0], terminal)
     for note in found.notes:
         out += field("note", note, terminal)
     if explain:
