@@ -22,6 +22,8 @@ CLOCK_SKEW_S = 2.0
 """Hosts' clocks may differ by this much: a smaller difference between two files decides nothing."""
 DOUBTED_TIER = 5.0
 """Of what may be another run's: behind every error of our own, before those that follow from a failed GPU (NCCL)."""
+_STOPPED_CODES = (None, 0, 129, 130, 137, 143)
+"""Exit codes of a run of our trainer that was stopped in order, or killed when it lingered after that."""
 _GPU_WORDS = re.compile(r"(?i)\bcuda\b|\bgpus?\b|nvidia")
 
 
@@ -64,6 +66,9 @@ class Weights:
         kept = []
         for f in self.findings:
             if f.kind == "hint":
+                continue
+            if says_stopped(f) and self.code not in _STOPPED_CODES:
+                self._note(f, f"it crashed behind this: exit code {self.code}")
                 continue
             if f.survived and (living or f.steps):
                 self._note(f, f"survived, the log says: {f.survived.strip()[:80]}")

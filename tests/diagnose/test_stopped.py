@@ -67,6 +67,12 @@ def test_what_fails_while_it_stops_is_the_failure() -> None:
     assert (found.verdict, found.class_) == ("failed", "missing-file")
 
 
+@pytest.mark.parametrize("code", [1, -11, 134])
+def test_a_crash_after_the_stop_is_a_crash(code: int) -> None:
+    found = of(log("SIGTERM", SAVED), process_alive=False, exit_code=code)
+    assert (found.verdict, found.class_) == ("failed", "segfault" if code == -11 else "unknown")
+
+
 def test_a_run_that_was_launched_again_is_not_stopped() -> None:
     assert of([*log("SIGTERM", SAVED), *BEGUN]).verdict == "healthy"
 
