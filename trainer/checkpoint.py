@@ -123,14 +123,25 @@ def save(
             path.rename(folder / f".old-{path.name}")
         _sweep(folder)
     except (OSError, SafetensorError) as error:
-        saved = [at for at, _ in _steps(folder)]
-        go_on = (
-            f"that of step {saved[0]} is intact, make room or mend the cause and continue with --resume {run_dir}"
-            if saved
-            else "there is none before it, make room or mend the cause and launch again"
-        )
+        go_on = _going_on(run_dir)
         raise CheckpointError(f"{final}: the checkpoint could not be saved: {error}; {go_on}") from error
     return final
+
+
+def _going_on(run_dir: Path) -> str:
+    """What to do where a checkpoint could not be saved, by what is there. A run that was resumed may have none of its own."""
+    folder = run_dir / "checkpoints"
+    try:
+        os.listdir(folder)  # what failed may list them no more, which a glob passes over
+        saved = _steps(folder)
+    except FileNotFoundError:
+        saved = []
+    except OSError:
+        return f"earlier ones are as they were, mend the cause and continue with --resume {run_dir}"
+    if not saved:
+        return "there is none before it in this run, make room or mend the cause and launch again as before"
+    at, _ = saved[0]
+    return f"that of step {at} is intact, make room or mend the cause and continue with --resume {run_dir}"
 
 
 def _write(

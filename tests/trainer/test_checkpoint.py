@@ -244,7 +244,11 @@ def test_a_setting_that_is_gone_is_named_as_such(tmp_path: Path) -> None:
     assert "; resume with the release of the trainer that saved it, which" in str(error.value)
 
 
-def test_a_full_disk_leaves_the_old_ones(tmp_path: Path) -> None:
+def _stale(folder: Path, **how: Any) -> list[str]:
+    raise OSError(errno.ESTALE, os.strerror(errno.ESTALE), str(folder))
+
+
+def test_a_full_disk_leaves_the_old_ones(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     """A file-size limit stands in for the disk: writing fails half-way, with an error of the operating system."""
     _save(tmp_path, 10)
     soft, hard = resource.getrlimit(resource.RLIMIT_FSIZE)
@@ -256,6 +260,14 @@ def test_a_full_disk_leaves_the_old_ones(tmp_path: Path) -> None:
             _save(tmp_path, 20, keep=1, size=1 << 20)
         with pytest.raises(CheckpointError, match="there is none before it"):
             _save(tmp_path / "another", 20, keep=1, size=1 << 20)
+        monkeypatch.setattr(Path, "mkdir", _stale)
+        with pytest.raises(CheckpointError, match=r"Stale file handle.*there is none before it"):
+            _save(tmp_path / "third", 20, keep=1)
+        monkeypatch.undo()
+        monkeypatch.setattr(os, "listdir", _stale)
+        with pytest.raises(CheckpointError, match=r"earlier ones are as they were.*--resume"):
+            _save(tmp_path, 20, keep=1, size=1 << 20)
+        monkeypatch.undo()
     finally:
         resource.setrlimit(resource.RLIMIT_FSIZE, (soft, hard))
     assert [p.name for p in (tmp_path / "checkpoints").iterdir()] == ["step-00000010"]
