@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import shlex
 from dataclasses import dataclass
 from typing import TYPE_CHECKING, Any
 
@@ -42,7 +43,8 @@ def stop(session: Session, run_id: str | None = None, *, grace: float = GRACE) -
         raise ConnectionLostError(
             error.message,
             where=error.where,
-            hint="a stop that was asked for is carried through over there; ask again, or look with  dflashctl status",
+            hint="a stop that was asked for is carried through over there; ask again, or look with  "
+            + shlex.join(["dflashctl", "status", *([run_id] if run_id else [])]),
         ) from error
     return Stopped(
         run_id=answer["run_id"],

@@ -62,8 +62,11 @@ def run(args: list[str]) -> int:
     try:
         return _invoke(args)
     except DflashError as error:
+        from dflashctl.cli.reach import Place
         from dflashctl.render import errors
 
+        if Place.chosen is not None:
+            error.hint = Place.chosen.typed(error.hint)
         errors.show(error)
         return int(error.exit_code)
     except ClickException as error:  # type: ignore[misc]  # a class, found at run time

@@ -8,7 +8,7 @@ import shlex
 import sys
 from dataclasses import dataclass, replace
 from pathlib import Path
-from typing import TYPE_CHECKING
+from typing import TYPE_CHECKING, ClassVar
 
 from dflashctl.config import Host, Hosts, PctHost
 from dflashctl.errors import ConfigError, DflashError, ExitCode
@@ -37,6 +37,9 @@ class Place:
     accept_new: bool = False
     may_ask: bool = True
     named: Path | None = None
+
+    chosen: ClassVar[Place | None] = None
+    """That of the command that runs."""
 
     @property
     def there(self) -> str:
@@ -124,7 +127,8 @@ def place(host: str | None, hosts_file: Path | None, accept_new: bool, run: str 
                 hint=f"say which: {' or '.join(f'-H {name}' for name in known)}",
             )
         host = known[0] if known else None
-    return Place(trainable(hosts, host), hosts, accept_new, named=hosts_file)
+    Place.chosen = Place(trainable(hosts, host), hosts, accept_new, named=hosts_file)
+    return Place.chosen
 
 
 def trainable(hosts: Hosts, name: str | None) -> Host:

@@ -105,6 +105,8 @@ def test_without_grace_it_is_killed_at_once(cli, started):
 
 
 def test_what_is_not_there_is_not_being_stopped(cli):
-    shown = cli("stop", "nope")
+    (cli.home / "hosts.toml").rename(cli.home / "others.toml")
+    shown = cli("stop", "nope", "--hosts", "others.toml")
     assert shown.returncode == 6
     assert shown.stderr.startswith("error: no run")
+    assert "`dflashctl ls --hosts others.toml` shows" in " ".join(shown.stderr.split())  # as it must be typed
