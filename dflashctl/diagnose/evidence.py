@@ -274,7 +274,8 @@ def _in_words(event: Mapping[str, Any]) -> str:
 
 
 REPORTED = tuple(
-    f"{kind}Error: " for kind in ("Config", "Model", "Prompt", "Data", "Checkpoint", "NonFinite")
+    f"{kind}: "
+    for kind in ("ConfigError", "ModelError", "DataError", "CheckpointError", "NonFiniteError", "NodeLost")
 )
 """What the trainer tells without a traceback: signatures know such errors by the whole line."""
 

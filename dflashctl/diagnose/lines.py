@@ -59,6 +59,10 @@ _PROGRESS = Gated(
 _FAILURE = Gated(r"^[\w.]{1,200}(?:Error|Exception): |\bfailed at (?:global[_ ]?)?step\b")
 _REPORT = re.compile(r"^(?:The run|[\w-]{1,40} on [\w:]{1,20}) failed at step \d{1,12}: ")
 _SAVED = re.compile(r"^Saved checkpoint at step (\d{1,12}) \(")
+_OTHERS = re.compile(
+    r" failed at step \d{1,12}: NodeLost: node \d{1,6}\b.{0,300} failed, so all end: "
+    r"(?P<who>[\w-]{1,40} on [\w:]{1,20} )?(?=at step \d{1,12}: )"
+)
 _RATE = re.compile(r"\d ?(?:[kMG]?i?B|it|\w{2,12})/s\b|\ds/\w{2,12}\b")
 _AT_ZERO = re.compile(r"\b0/\d+ \[[\d:]{1,12}<\?")
 _YOUNG = re.compile(r"/\d+ \[[\d:]{1,12}<\?")
@@ -205,6 +209,12 @@ def saved_step(text: str) -> int | None:
     """The step whose checkpoint our trainer says here that it has saved."""
     found = _SAVED.match(text[:60])
     return int(found[1]) if found else None
+
+
+def of_other_node(text: str) -> str:
+    """The report of another node's failure that our trainer repeats here, as that node's log has it; empty if it is none."""
+    found = _OTHERS.search(text[:600])
+    return f"{found['who'] or 'The run '}failed {text[found.end() :]}" if found else ""
 
 
 def is_finish(text: str) -> bool:

@@ -9,7 +9,7 @@ from typing import Any
 
 from dflashctl.diagnose.model import Diagnosis, Place
 
-_TYPE = re.compile(r"^\w+(?:Error|Exception): ")
+_TYPE = re.compile(r"^\w+(?:Error|Exception|Lost): ")
 
 
 def retold(found: Diagnosis, failed: Mapping[str, Any], line: Place | None, *, doubted: bool) -> Diagnosis:

@@ -380,7 +380,8 @@ class Scanner:
                 block.survived = text
             self._keep(block)
             return
-        found = self._signatures.match(text, *(("warn",) if quiet else ("line", "warn")))
+        found = self._of_other_node(text)
+        found = found or self._signatures.match(text, *(("warn",) if quiet else ("line", "warn")))
         native = None if found or quiet else phrases.NATIVE.search(text)
         if native:
             said = text[native.end() :]
@@ -416,6 +417,11 @@ class Scanner:
                 weak=pattern.weak or logged,
             )
         )
+
+    def _of_other_node(self, text: str) -> tuple[Signature, Pattern, dict[str, str]] | None:
+        """What another node failed of, where its own words tell."""
+        said = ln.of_other_node(text)
+        return (self._signatures.match(said, "line", "warn") or self._told(said)) if said else None
 
     def _told(self, text: str) -> tuple[Signature, Pattern, dict[str, str]] | None:
         """What an error is that a program only logs, whose traceback it keeps to itself."""

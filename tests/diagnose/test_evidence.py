@@ -153,6 +153,43 @@ def test_what_log_and_events_both_tell_is_one_error(tmp_path: Path, worker: str,
     assert found.cascades == ()
 
 
+FAR = "NodeLost: node 1 (n1) failed, so all end: target-0 on cuda:0 at step 5: "
+
+
+@pytest.mark.parametrize(
+    ("error", "class_", "rule"),
+    [
+        (FAR + "RuntimeError: injected", "nccl-remote-error", "node-failed"),
+        (FAR + "OutOfMemoryError: CUDA out of memory. Tried to allocate 2.00 GiB.", "cuda-oom", ""),
+        (FAR.replace("target-0 on cuda:0 ", "") + "DataError: no such dataset /x", "missing-file", ""),
+        (
+            "NodeLost: another node is gone without a word: it hangs (Timed out waiting)",
+            "nccl-remote-error",
+            "",
+        ),
+        ("NodeLost: the 2 nodes did not meet at n0:29500: timed out; start all", "rendezvous-timeout", ""),
+    ],
+)
+def test_the_loss_of_a_node_is_told_alike_by_log_and_events(
+    tmp_path: Path, error: str, class_: str, rule: str
+) -> None:
+    """What the other node failed of counts, where it told."""
+    for name in ("log", "events"):
+        (tmp_path / name).mkdir()
+    begun = "dflash trainer: torch 2.13.0, python 3.11.7, 1 drafter on cuda:0, seed 0"
+    report = f"drafter-0 on cuda:0 failed at step 5: {error}"
+    (tmp_path / "log/run.log").write_text(f"{begun}\n{report}\nRun failed at step 5\n")
+    failed = {"event": "failed", "worker": "drafter-0", "device": "cuda:0", "step": 5, "error": error}
+    events = [{"event": "start"}, failed, {"event": "end", "status": "failed", "step": 5}]
+    (tmp_path / "events/events.jsonl").write_text("".join(json.dumps({"t": 1.0, **e}) + "\n" for e in events))
+    for name in ("log", "events"):
+        found = diagnose_paths([tmp_path / name])
+        assert (found.class_, found.rule, found.cascades) == (class_, rule, ())
+        assert found.root is not None
+        assert (found.root.line, found.root.text) == (2, report)
+    assert found.title == error.removeprefix("NodeLost: ")  # the trainer's own words, from its events
+
+
 @pytest.mark.parametrize(
     "text", ["", "{", "[]", '{"message": 3}', '{"message": {"message": null}}', "[" * 5000]
 )

@@ -12,7 +12,7 @@ from typing import Any
 import pytest
 import torch
 
-from dflashctl.diagnose import evidence
+from dflashctl.diagnose import diagnose, evidence
 from tests.trainer.conftest import Start, losses
 from tests.trainer.pipeline.runs import events
 from trainer import checkpoint
@@ -20,15 +20,25 @@ from trainer.data.prefetch import Prefetcher
 from trainer.events import Events
 from trainer.modeling.target import Target
 from trainer.pipeline import backward, drafters
+from trainer.pipeline.nodes import Nodes
 from trainer.train import PLAIN
 
 pytestmark = pytest.mark.usefixtures("no_worker_left")
 
 
 def test_errors_that_have_no_traceback_are_known_to_the_diagnosis() -> None:
-    """Of `NodeLost` what counts is the other node's error, which it repeats."""
+    """And no others. `NodeStopped` is no failure."""
     kinds = {kind.__name__ for error in PLAIN for kind in (error, *error.__subclasses__())}
-    assert {f"{kind}: " for kind in kinds - {"NodeLost", "NodeStopped"}} <= set(evidence.REPORTED)
+    assert {f"{kind}: " for kind in kinds - {"NodeStopped"}} == set(evidence.REPORTED)
+
+
+def test_the_words_for_another_nodes_failure_are_known_to_the_diagnosis() -> None:
+    told = {
+        1: "failed target-0 on cuda:0 at step 5: OutOfMemoryError: CUDA out of memory. Tried to allocate 2.00 GiB."
+    }
+    lost = Nodes.from_environment()._cause(told)
+    found = diagnose([f"The run failed at step 5: NodeLost: {lost}".encode()], {"exit_code": 1})
+    assert found.class_ == "cuda-oom"
 
 
 def _fail_in(thread: str, after: int = 0) -> Callable[[Any], Any]:
