@@ -67,3 +67,17 @@ def test_a_reset_that_the_driver_asks_for() -> None:
     asked = diagnose([line.format(0, "None", 1, "GPU Reset Required").encode()], ENDED)
     assert (asked.class_, asked.rule, asked.where) == ("unknown", "gpu-needs-reset", "the GPU at PCI 0a:00")
     assert diagnose([line.format(1, "GPU Reset Required", 0, "None").encode()]).class_ is None
+
+
+def test_a_run_that_has_passed_the_check_is_not_told_to_check() -> None:
+    said = "target-0 on cuda:0 failed at step 0: ModelError: target.layers names layer 40 of 36"
+    found = diagnose([said.encode()], ENDED)
+    assert (found.class_, found.rule) == ("config-error", "setting-refused")
+    assert not any("--dry-run" in advice for advice in found.advice)
+    # the trainer's own fix is better yet
+    failed = {
+        "worker": "target-0",
+        "device": "cuda:0",
+        "error": "ModelError: no layer 40\n  fix: leave it out",
+    }
+    assert diagnose([said.encode()], ENDED, reported=failed).advice == ("leave it out",)
