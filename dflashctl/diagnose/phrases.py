@@ -79,6 +79,11 @@ def opens_something(line: Line) -> bool:
     )
 
 
+def whole_run(banner: str) -> bool:
+    """Whether a run of our trainer begins, and is alone: of several nodes one saves for all."""
+    return banner.startswith("dflash trainer: ") and ", node " not in banner
+
+
 def unframed(text: str) -> str:
     """What stands in a line of a box that a terminal library drew around its message."""
     return text.strip("│┃ ") if text[:1] in "│┃" and text.rstrip()[-1:] in "│┃" else text

@@ -66,7 +66,7 @@ class Scanner:
         self.banner = 0
         self.anomaly: tuple[int, str] | None = None
         self.report: tuple[int, str] | None = None
-        self.ours = False  # our trainer's, from its beginning on
+        self.ours = False  # our trainer's, from its beginning on, and of one that saves its own checkpoints
         self.saved: int | None = None
         self.torch = ""
         self.first_time: float | None = None
@@ -99,7 +99,7 @@ class Scanner:
             self._progress(line, line.bar)
         if ln.is_banner(line.text):
             self.reset()
-            self.banner, self.ours = line.number, line.text.startswith("dflash trainer: ")
+            self.banner, self.ours = line.number, phrases.whole_run(line.text)
         elif HEADER in line.text and (listed := records.listed(line.text)):
             self._read_whole(line, listed)
         elif not self._in_block(line):

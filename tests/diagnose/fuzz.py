@@ -34,6 +34,7 @@ FACTS = [
     {"process_alive": False, "exit_code": 1},
     {"process_alive": False, "exit_code": 137, "oom_kills": 0},
     {"process_alive": False, "exit_code": 0},
+    {"process_alive": False, "exit_code": 1, "gpu_pci_at_launch": ["00000000:41:00.0"], "gpu_indices": [0]},
     {"process_alive": True, "seconds_since_last_line": 3, "gpu_util_pct": [97, 0]},
     {"process_alive": True, "seconds_since_last_line": 1e6, "gpu_util_pct": [0], "gpu_power_w": [60]},
 ]

@@ -45,10 +45,12 @@ def test_the_signal_is_the_root_and_nothing_follows_from_it(
 
 
 def test_without_a_checkpoint_there_is_nothing_to_resume() -> None:
-    anew = ("launch it anew: it saved no checkpoint",)
+    anew = ("launch it again as it was launched: it saved no checkpoint",)
     assert of(log("SIGTERM")).advice == anew
     assert of(log("SIGTERM"), process_alive=False, exit_code=143, **ASKED).advice == anew
-    # the end of a log may hold none, though there are some
+    # the end of a log, or of a node that does not save, may hold none, though there are some
+    node = [BEGUN[0].replace(", seed", ", node 1 (n1) of 2, seed"), *log("SIGTERM")[1:]]
+    assert "resume" in of(node).advice[0]
     assert "resume" in of(log("SIGTERM")[1:]).advice[0]
 
 
