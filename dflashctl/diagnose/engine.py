@@ -85,7 +85,11 @@ def _onward(scanners: Sequence[Scanner]) -> tuple[str, ...]:
     saved = [s.saved for s in scanners if s.saved is not None]
     if saved:
         return (f"resume from its last checkpoint, of step {max(saved):,}: dflashctl launch --resume RUN",)
-    return ("launch it again as it was launched: it saved no checkpoint",) if any(s.ours for s in scanners) else ()
+    return (
+        ("launch it again as it was launched: it saved no checkpoint",)
+        if any(s.ours for s in scanners)
+        else ()
+    )
 
 
 class _Case:
