@@ -169,7 +169,7 @@ def _addresses(facts: Mapping[str, Any]) -> list[str]:
     return addresses(Gpu.parse(mapping(row)) for row in rows)
 
 
-def _whole(origin: str) -> str:
+def _absolute(origin: str) -> str:
     """A config's path as it holds in any folder: it is shown again where a run is to be launched once more."""
     return origin if origin.startswith("bundled:") else os.path.abspath(origin)
 
@@ -231,7 +231,7 @@ class Starter:
             release=self.release.hash,
             host=self.host.name,
             vmid=self.host.vmid if isinstance(self.host, PctHost) else None,
-            config_path=_whole(self.profile.origin),
+            config_path=_absolute(self.profile.origin),
             devices=self.profile.devices,
             warmup=self.profile.warmup,
             environment=self.variables,
