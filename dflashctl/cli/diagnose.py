@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import sys
 from pathlib import Path
 from typing import TYPE_CHECKING, Annotated, Any, Optional
 
@@ -39,7 +40,7 @@ def diagnose(
         typer.Option(
             "--run",
             metavar="RUN",
-            help="A run, where it lives, in place of paths.",
+            help="A run, where it lives; the newest if nothing is named.",
             show_default=False,
             autocompletion=complete.runs,
         ),
@@ -74,19 +75,20 @@ def diagnose(
     """Say what killed a run, from its logs. The exit code is the verdict."""
     from dflashctl.render import diagnosis, jsonout, terminal
 
-    if bool(paths) == (run is not None):
+    if paths and (run is not None or host is not None):
+        raise typer.BadParameter("paths are read here: --run and --host go without them")
+    at_terminal = sys.stdin is not None and sys.stdin.isatty()
+    if not (paths or run or host or at_terminal):  # a log piped in would pass for the newest run's
         raise typer.BadParameter("name paths (- for stdin), or a run with --run")
     known = _facts(facts) if facts else {}
-    if run is not None:
+    if paths:
+        of = ""
+        found, measured, parts = _of_paths(paths, known, signatures, full, bundle is not None)
+    else:
         from dflashctl.cli import reach
 
         place = reach.place(host, hosts, accept_new, run)
-        found, measured, parts = _of_run(place, run, known, signatures, bundle is not None)
-    else:
-        if host is not None:
-            raise typer.BadParameter("--host goes with --run")
-        assert paths is not None
-        found, measured, parts = _of_paths(paths, known, signatures, full, bundle is not None)
+        of, found, measured, parts = _of_run(place, run, known, signatures, bundle is not None)
     if bundle is not None:
         from dflashctl.diagnose import bundle as bundles
 
@@ -104,7 +106,7 @@ def diagnose(
         jsonout.write(document)
     else:
         out = terminal.stdout()
-        out.print(diagnosis.screen(found, out, full=full, explain=explain))
+        out.print(diagnosis.screen(found, out, of=of, full=full, explain=explain))
     return exit_code(found)
 
 
@@ -133,9 +135,9 @@ def _of_paths(
 
 
 def _of_run(
-    place: Place, run: str, known: dict[str, Any], signatures: Path | None, wanted: bool
-) -> tuple[Diagnosis, dict[str, Any], dict[str, str]]:
-    """The same of a run where it lives: what `status` measures there is the evidence."""
+    place: Place, run: str | None, known: dict[str, Any], signatures: Path | None, wanted: bool
+) -> tuple[str, Diagnosis, dict[str, Any], dict[str, str]]:
+    """Which run, and the same of it where it lives: what `status` measures there is the evidence."""
     import time
 
     from dflashctl import casefile
@@ -151,7 +153,7 @@ def _of_run(
     seen.remember([(snapshot.run_id, place.host.name)])
     found = casefile.diagnosis(snapshot, verdict, known, signatures)
     parts = casefile.parts(snapshot, config, stacks) if wanted else {}
-    return found, {**snapshot.facts(), **known}, parts
+    return f"{snapshot.run_id} on {place.host.name}", found, {**snapshot.facts(), **known}, parts
 
 
 def _config(watcher: Watcher) -> str:

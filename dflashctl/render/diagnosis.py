@@ -18,10 +18,13 @@ COLOURS = {
 }
 
 
-def screen(found: Diagnosis, terminal: Terminal, *, full: bool = False, explain: bool = False) -> list[str]:
-    """Lines for people; it fits one screen unless `full` or `explain` ask for more."""
+def screen(
+    found: Diagnosis, terminal: Terminal, *, of: str = "", full: bool = False, explain: bool = False
+) -> list[str]:
+    """Lines for people; it fits one screen unless `full` or `explain` ask for more. of: which run it is, and where."""
+    verdict = terminal.style(found.verdict.upper(), "bold", COLOURS.get(found.verdict, "red"))
     out = [
-        terminal.style(found.verdict.upper(), "bold", COLOURS.get(found.verdict, "red")) + _rests(found),
+        (f"{of}   " if of else "") + verdict + _rests(found),
         "",
     ]
     if found.root is not None or found.class_:

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import json
+import os
 import subprocess
 import sys
 import tarfile
@@ -133,6 +134,13 @@ def test_a_run_where_it_lives(cli, started, runner) -> None:
     assert (shown.returncode, found["verdict"], found["class"]) == (3, "failed", "user-exception")
     log = (runner.run_dir("crash") / "run.log").read_text().splitlines()
     assert log[found["root"]["line"] - 1] == "KeyError: 'image_grid_thw'"
+    here, there = os.openpty()
+    for words, stdin in (("--run", "crash"), None), (("-H", "here"), None), ((), there):
+        newest = cli("diagnose", *words, "--json", stdin=stdin)
+        assert (newest.returncode, json.loads(newest.stdout)) == (3, found), words
+    assert cli("diagnose", stdin=there).stdout.startswith("crash on here   FAILED"), "which one is the newest"
+    os.close(here)
+    os.close(there)
     parts = members(cli.home / "b.tar")
     assert {"logs/run.log", "manifest.json", "state.json", "events.json", "host.json", "versions.txt"} <= set(
         parts
@@ -167,6 +175,7 @@ def test_facts_that_are_given_win(cli, started, runner) -> None:
 
 @pytest.mark.parametrize("args", [[], [str(OOM), "--run", "x"], [str(OOM), "--host", "local"]])
 def test_paths_or_a_run(args: list[str]) -> None:
+    """Nothing at all is the newest run, but for a pipe: what is in it may be a log."""
     assert run(*args)[0] == 2
 
 
