@@ -19,27 +19,28 @@ def _read(PART, at, inside, OUT):
 
 
 @triton.jit
-def _sum(OUT, P0, P1, P2, P3, P4, P5, P6, P7, n, COUNT: tl.constexpr, BLOCK: tl.constexpr):
-    at = tl.program_id(0) * BLOCK + tl.arange(0, BLOCK)
-    inside = at < n
+def _two(P0, P1, at, inside, OUT, COUNT: tl.constexpr):
     total = _read(P0, at, inside, OUT)
     if COUNT > 1:
         total += _read(P1, at, inside, OUT)
+    return total
+
+
+@triton.jit
+def _four(P0, P1, P2, P3, at, inside, OUT, COUNT: tl.constexpr):
+    total = _two(P0, P1, at, inside, OUT, COUNT)
     if COUNT > 2:
-        third = _read(P2, at, inside, OUT)
-        if COUNT > 3:
-            third += _read(P3, at, inside, OUT)
-        total += third
+        total += _two(P2, P3, at, inside, OUT, COUNT - 2)
+    return total
+
+
+@triton.jit
+def _sum(OUT, P0, P1, P2, P3, P4, P5, P6, P7, n, COUNT: tl.constexpr, BLOCK: tl.constexpr):
+    at = tl.program_id(0) * BLOCK + tl.arange(0, BLOCK)
+    inside = at < n
+    total = _four(P0, P1, P2, P3, at, inside, OUT, COUNT)
     if COUNT > 4:
-        fifth = _read(P4, at, inside, OUT)
-        if COUNT > 5:
-            fifth += _read(P5, at, inside, OUT)
-        if COUNT > 6:
-            seventh = _read(P6, at, inside, OUT)
-            if COUNT > 7:
-                seventh += _read(P7, at, inside, OUT)
-            fifth += seventh
-        total += fifth
+        total += _four(P4, P5, P6, P7, at, inside, OUT, COUNT - 4)
     tl.store(OUT + at, total, mask=inside)
 
 
