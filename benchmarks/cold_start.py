@@ -27,12 +27,11 @@ from pathlib import Path
 from typing import Any
 
 import numpy as np
-import reports
 import torch
 from effect import toml
 
 from trainer.data.dataset import DatasetWriter
-from trainer.options import at_least
+from trainer.options import at_least, write_json
 from trainer.workload import SHAPES, target_config
 
 ROOT = Path(__file__).resolve().parents[1]
@@ -223,7 +222,7 @@ def main() -> None:
             told = start(folder / "train.toml", run_dir, cache, args.steps)
             size = sum(path.stat().st_size for path in cache.rglob("*") if path.is_file())
             report["runs"].append({"cache": kind, **told, "cache_mb": round(size / 1e6)})
-            reports.write(args.json, report)
+            write_json(args.json, report)
             points = ", ".join(f"{name} {second}" for name, second in told["seconds"].items())
             print(f"{kind}: first step after {told['seconds']['first step']} s  ({points})", flush=True)
             if args.steps > 1:

@@ -35,7 +35,6 @@ from typing import Any
 
 import numpy as np
 import points  # before PyTorch: it names the cache
-import reports
 import torch
 from points import Point
 
@@ -44,7 +43,7 @@ from trainer.data.batches import BucketPlan, PackedPlan, Waste
 from trainer.data.buckets import plan_buckets
 from trainer.data.dataset import ROWS, Dataset, DatasetWriter
 from trainer.data.packing import pack
-from trainer.options import at_least
+from trainer.options import at_least, write_json
 from trainer.workload import SHAPES, Workload, flops_of
 
 OPEN = """
@@ -238,7 +237,7 @@ def show_speed(found: list[tuple[Mix, list[Way]]], args: argparse.Namespace) -> 
     milliseconds = {}
     for point, result in points.run(sorted(weights, key=lambda p: -weights[p]), args):
         report["points"].append({"variant": point.variant, **asdict(point.work), **result})
-        reports.write(args.json, report)
+        write_json(args.json, report)
         if "error" not in result:
             milliseconds[point] = result["step_ms"]
         print(f"{point}  {result.get('error') or str(result['step_ms']) + ' ms'}", flush=True)
@@ -248,7 +247,7 @@ def show_speed(found: list[tuple[Mix, list[Way]]], args: argparse.Namespace) -> 
             report["mixes"].append({"mix": mix.name, "way": way.name, **told})
             figures = ", ".join(f"{value:,.4g} {name}" for name, value in told.items())
             print(f"{mix.name:<12} {way.name:<24} {figures or 'too few shapes were timed'}", flush=True)
-    reports.write(args.json, report)
+    write_json(args.json, report)
 
 
 def main() -> None:

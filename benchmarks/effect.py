@@ -31,14 +31,13 @@ from pathlib import Path
 from typing import Any
 
 import heldout
-import reports
 import torch
 
 from trainer import config as trainer_config
 from trainer.config import tomllib
 from trainer.data.dataset import Dataset
 from trainer.data.errors import DataError
-from trainer.options import at_least
+from trainer.options import at_least, write_json
 
 ROOT = Path(__file__).resolve().parents[1]
 PROFILE = Path(trainer_config.__file__).parent / "profiles/tiny/train.toml"
@@ -188,7 +187,7 @@ def collect(args: argparse.Namespace, settings: Settings, folder: Path, report: 
                 {"seed": seed, **{name: future.result() for name, future in futures.items()}}
             )
             print(json.dumps(report["runs"][-1]), flush=True)
-            reports.write(args.json, report)
+            write_json(args.json, report)
 
 
 def options() -> argparse.ArgumentParser:
@@ -247,7 +246,7 @@ def main() -> None:
             except trainer_config.ConfigError as error:  # ModelError is one
                 # what was trained is told all the same
                 failed = f"error: --held-out: {error}"
-            reports.write(args.json, report)
+            write_json(args.json, report)
     for side in list(report["runs"][0])[2:]:  # behind "seed" and "without"
         print(told(report["runs"]) if side == "with" else f"{side} alone\n{told(report['runs'], side)}")
     if failed is not None:

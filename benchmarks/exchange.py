@@ -24,7 +24,6 @@ from typing import Any
 
 import dataset as mixes  # before PyTorch: it names the cache
 import numpy as np
-import reports
 import torch
 from torch import Tensor
 
@@ -32,7 +31,7 @@ from trainer.config import Config, DataConfig, RuntimeConfig, TrainConfig
 from trainer.data.arrangement import arrange
 from trainer.data.dataset import Dataset
 from trainer.events import Events
-from trainer.options import at_least
+from trainer.options import at_least, write_json
 from trainer.pipeline.balance import Placement
 from trainer.pipeline.channel import Stopped
 from trainer.pipeline.crew import Crew
@@ -213,7 +212,7 @@ def main() -> None:
         "rounds": [dict(took[at : at + len(WAYS)]) for at in range(0, len(took), len(WAYS))],
     }  # fmt: skip
     print(told(report))
-    reports.write(args.json, report)
+    write_json(args.json, report)
 
 
 if __name__ == "__main__":

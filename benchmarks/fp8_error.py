@@ -17,7 +17,6 @@ import sys
 from pathlib import Path
 from typing import Any
 
-import reports
 import torch
 from torch import Tensor
 
@@ -28,7 +27,7 @@ from trainer.modeling import ModelError, fp8
 from trainer.modeling.layout import target_layer_ids
 from trainer.modeling.losses import HeadFP8, block_loss
 from trainer.modeling.target import Target, load_config, require_plain
-from trainer.options import add_device_options, at_least
+from trainer.options import add_device_options, at_least, write_json
 from trainer.runtime import devices
 
 
@@ -108,7 +107,7 @@ def main() -> None:
         report = measure(args)
     except (ConfigError, DataError) as error:  # ModelError is one
         sys.exit(f"error: {error}")
-    reports.write(args.json, report)
+    write_json(args.json, report)
 
 
 def measure(args: argparse.Namespace) -> dict[str, Any]:

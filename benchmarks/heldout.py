@@ -19,7 +19,6 @@ from dataclasses import dataclass
 from pathlib import Path
 
 import numpy as np
-import reports
 import torch
 from torch import Tensor
 
@@ -31,7 +30,7 @@ from trainer.data.errors import DataError
 from trainer.export import load_drafter
 from trainer.modeling.drafter import Drafter
 from trainer.modeling.target import Target
-from trainer.options import add_device_options, at_least
+from trainer.options import add_device_options, at_least, write_json
 from trainer.runtime import devices
 
 DRAWS = 1000
@@ -158,7 +157,7 @@ def main() -> None:
         name: {"acceptance": won.acceptance, "tokens": won.tokens.tolist(), "cycles": won.cycles.tolist()}
         for name, won in found.items()
     }
-    reports.write(args.json, report)
+    write_json(args.json, report)
 
 
 if __name__ == "__main__":

@@ -29,7 +29,6 @@ from trainer.runtime import cache
 
 cache.use()  # before PyTorch is imported
 import numpy as np  # noqa: E402
-import reports  # noqa: E402
 import torch  # noqa: E402
 
 from trainer.bench import matmul_limit  # noqa: E402
@@ -39,7 +38,7 @@ from trainer.data.dataset import Dataset, DatasetWriter  # noqa: E402
 from trainer.data.prefetch import Prefetcher  # noqa: E402
 from trainer.modeling import losses  # noqa: E402
 from trainer.modeling.target import Target  # noqa: E402
-from trainer.options import at_least  # noqa: E402
+from trainer.options import at_least, write_json  # noqa: E402
 from trainer.pipeline.targets import with_labels  # noqa: E402
 from trainer.runtime import compile, devices  # noqa: E402
 from trainer.runtime.devices import Device  # noqa: E402
@@ -224,7 +223,7 @@ def main() -> None:
             result = _result(seats, variant, shape, args, limit)
             report["results"].append(result)
             print(_line(result), flush=True)
-            reports.write(args.json, report)
+            write_json(args.json, report)
     print(f"{time.perf_counter() - began:.0f} s in all")
 
 

@@ -34,7 +34,6 @@ from types import SimpleNamespace
 from typing import Any
 
 import dataset as mixes  # before PyTorch: it names the cache
-import reports
 import torch
 from torch import Tensor
 
@@ -43,7 +42,7 @@ from trainer.data.anchors import blocks_a_row
 from trainer.data.arrangement import arrange
 from trainer.data.dataset import Dataset
 from trainer.events import Events
-from trainer.options import at_least
+from trainer.options import at_least, write_json
 from trainer.pipeline.balance import Costs, Placement
 from trainer.pipeline.channel import Stopped
 from trainer.pipeline.crew import Crew
@@ -399,7 +398,7 @@ def main() -> None:
             for cell, (_, run) in zip(report["cells"], measured, strict=True):
                 if time.monotonic() < end:
                     cell["rounds"].append({name: round(value, 4) for name, value in run().items()})
-            reports.write(args.json, report)
+            write_json(args.json, report)
     print(told(report))
     if missing := sum(len(cell["rounds"]) < args.rounds for cell in report["cells"]):
         print(f"{missing} of {len(measured)} were left out, in a round at least, by --seconds")

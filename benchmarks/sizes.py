@@ -24,11 +24,10 @@ from pathlib import Path
 from typing import Any
 
 import points  # before PyTorch: it names the cache
-import reports
 import torch
 from points import Limits, Point
 
-from trainer.options import at_least, counts
+from trainer.options import at_least, counts, write_json
 from trainer.runtime import cache
 from trainer.variants import VARIANTS
 from trainer.workload import SHAPES, Workload, flops_of
@@ -155,7 +154,7 @@ def main() -> None:
         for point, result in points.run(todo, args):
             report["points"].append({"variant": point.variant, **asdict(point.work), **result})
             compare(report)
-            reports.write(args.json, report)
+            write_json(args.json, report)
             told = (
                 result["error"][:150]
                 if "error" in result

@@ -13,7 +13,6 @@ import argparse
 import functools
 import gc
 import itertools
-import json
 import platform
 import statistics
 import sys
@@ -29,7 +28,7 @@ import torch
 from trainer import memory
 from trainer.config import RuntimeConfig
 from trainer.modeling import ModelError, fp8
-from trainer.options import at_least, counts
+from trainer.options import at_least, counts, write_json
 from trainer.runtime import cache, devices, graphs, nvml, stacks
 from trainer.runtime.devices import Device
 from trainer.variants import CAPTURED, FP8, VARIANTS, Bench, Phases, compute_dtype
@@ -279,11 +278,11 @@ def _run(args: argparse.Namespace, more: More) -> int:
                 result = _result(bench, variant, args, report["matmul_tflops"], more)
                 report["results"].append(result)
                 _compare(report["results"])
-                _write(args.json, report)
+                write_json(args.json, report)
                 print(_line(result), flush=True)
                 if args.profile and "error" not in result:
                     result["kernels"] = _kernels(bench)
-                    _write(args.json, report)
+                    write_json(args.json, report)
     return int(any("fault" in result for result in report["results"]))
 
 
@@ -305,11 +304,6 @@ def _compare(results: list[dict[str, Any]]) -> None:
     plain = next((r for r in others if (r["variant"], r["batch"]) == ("plain", last["batch"])), None)
     if plain is not None and "error" not in {*plain, *last}:
         last["over_plain"] = round(last["samples_per_s"] / plain["samples_per_s"], 2)
-
-
-def _write(path: Path | None, report: dict[str, Any]) -> None:
-    if path is not None:
-        path.write_text(json.dumps(report, indent=1) + "\n", "utf-8")
 
 
 def _result(bench: Bench, variant: str, args: argparse.Namespace, limit: float, more: More) -> dict[str, Any]:

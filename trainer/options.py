@@ -1,4 +1,4 @@
-"""Converters of command-line options that several commands share. For `type=` of argparse, which reports their errors."""
+"""What several commands share of their options: converters for `type=` of argparse, which reports their errors; and `--json`."""
 
 from __future__ import annotations
 
@@ -68,6 +68,12 @@ def add_device_options(parser: argparse.ArgumentParser) -> None:
         choices=("auto", "float32", "bfloat16", "float16"),
         help="default: auto, bfloat16 on CUDA, float32 elsewhere",
     )
+
+
+def write_json(path: Path | None, report: dict[str, Any]) -> None:
+    """What a command has found, over what was there, for `--json FILE`; nothing where that was not given."""
+    if path is not None:
+        path.write_text(json.dumps(report, indent=1) + "\n", "utf-8")
 
 
 def _pair(text: str) -> tuple[str, Any]:

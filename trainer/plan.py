@@ -8,7 +8,6 @@ from __future__ import annotations
 
 import argparse
 import dataclasses
-import json
 import math
 import sys
 import tempfile
@@ -23,7 +22,7 @@ from trainer.data.arrangement import arrange
 from trainer.events import Events, gib, rows
 from trainer.inputs import Inputs
 from trainer.memory import TargetSize
-from trainer.options import at_least, counts
+from trainer.options import at_least, counts, write_json
 from trainer.pipeline.balance import best
 from trainer.pipeline.plan import Plan, placed, require_fp8
 from trainer.room import FreeBytes
@@ -67,8 +66,7 @@ def run(args: argparse.Namespace) -> int:
             batches = arrange(base.dataset, changed).plan
             plan = dataclasses.replace(base, config=changed, batches=batches)
             report["batches"].append(_batch(plan, size, load_target, here, names, free, spare))
-            if args.json is not None:
-                args.json.write_text(json.dumps(report, indent=1) + "\n", "utf-8")
+            write_json(args.json, report)
         _conclude(report)
     return 0
 
