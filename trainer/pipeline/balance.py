@@ -27,8 +27,8 @@ class Costs:
         samples: in the batch; packed rows hold several.
         target_ms: until its features are there.
         drafter_ms: forward, loss, backward and update.
-        exchange_ms: to fetch another drafter's gradients, and add them. What a backward hides of it is not taken off:
-            between two GPUs nothing of it could be seen (docs/benchmarks.md, "Several GPUs").
+        exchange_ms: to fetch another drafter's gradients, and add them. What a backward hides of it is not taken off: a
+            third between two GPUs, 2 of 136 ms a step (docs/benchmarks.md, "Several GPUs").
     """
 
     rows: int

@@ -73,6 +73,7 @@ class Exchange:
     def warm_up(self, gradients: Tensor, out: Tensor) -> None:
         """Load what adds up, by one worker at a time: kernels are compiled. What is in `out` is lost."""
         if self._size > 1 or not self._nodes.alone:
+            # compiled for each dtype, and for a length that is a multiple of 16 (chunks) or not (metrics)
             for size, dtype in ((ALIGNED, gradients.dtype), (3, torch.float32)):
                 part = gradients.new_zeros(size, dtype=dtype)
                 sum_in_pairs(out[:size], [part] * self._size)
