@@ -54,4 +54,8 @@ class Place:
             state = session.call("snapshot", run_id=run_id, log_lines=0, want_gpu=False)["state"] or {}
             return state if state.get("status") == "exited" else None
 
-        return wait_for(look, seconds)
+        try:
+            return wait_for(look, seconds)
+        except AssertionError:
+            seen = session.call("snapshot", run_id=run_id, log_lines=30, want_gpu=False)
+            raise AssertionError(f"{run_id} has not ended within {seconds:g} s: {seen}") from None
